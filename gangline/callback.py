@@ -11,4 +11,3 @@ from gangline.models.loop.stopping import EarlyStopping as EarlyStopping
 from gangline.models.loop.stopping import stop_on as stop_on
 from gangline.models.reports.page import TrainingProgress as TrainingProgress
 from gangline.models.reports.page import read_progress as read_progress
-from gangline.models.reports.tensorboard import TensorBoard as TensorBoard

@@ -15,11 +15,10 @@ def check_int(name: str, value: Any, minimum: int = 1) -> int:
     return value
 
 
-def check_number(name: str, value: Any, *, minimum: float = 0, excluded: bool = False) -> float:
+def check_number(name: str, value: Any, *, excluded: bool = False) -> float:
     """Return an argument; TypeError if it is not a number, ValueError if it is not finite or too small."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; expected a number")
-    if not minimum <= value < math.inf or (excluded and value == minimum):
-        expected = f"above {minimum}" if excluded else f"of at least {minimum}"
-        raise ValueError(f"{name} is {value!r}; expected a finite number {expected}")
+    if not 0 <= value < math.inf or (excluded and value == 0):
+        raise ValueError(f"{name} is {value!r}; expected a finite number {'above' if excluded else 'of at least'} 0")
     return value

@@ -22,6 +22,8 @@ class ElasticWorkers(Workers):
         """Join the job of a store."""
         super().__init__()
         self.rank = store.rank
+        self.is_first = self.rank == 0
+        self.has_others = True  # even if this is currently the only worker
         self.first_context = store.rank * num_contexts
         self.first_sample = 0
         """Index of this worker's first sample within the global batch."""
@@ -29,27 +31,16 @@ class ElasticWorkers(Workers):
         """Store of the job, which decides which workers take part in a step."""
         self._began_at = 0  # position of the job's first step
 
-    @property
-    def has_others(self) -> bool:
-        """True, even if this is currently the only worker."""
-        return True
-
     def begin(self, position: int, step: int, *, resumes: bool) -> tuple[int, int, bool]:
         """Begin to train. Collective; a worker that joins late gets the others' data and cannot call it again.
 
-        Args:
-            position: number of global batches, over all epochs, that are done; worker 0's counts.
-            step: number of training batches that the module has run, likewise.
-            resumes: whether a checkpoint is resumed, likewise.
-
         Returns:
-            The arguments that worker 0 gave. This worker begins the store's `first_step` after them; read that after
-            all collective calls of `fit`.
-
-        Raises:
-            RuntimeError: if this worker was started again alone: some weights may be newer than those of its step.
+            The arguments of worker 0: global batches done over all epochs, training batches that its module has run,
+            and whether a checkpoint is resumed. This worker begins the store's `first_step` after them; read that
+            after all collective calls of `fit`.
         """
         if self.store.is_restarted and not self.store.has_joined:
+            # Some weights may be newer than those of its step.
             self.store.check_not_restarted("fit of a worker that has started again")
         self._began_at, step, resumes = self.store.group.broadcast([position, step, resumes], "fit")
         self.has_begun = True
@@ -58,9 +49,7 @@ class ElasticWorkers(Workers):
     def share_of(self, position: int, samples: int) -> slice | None:
         """Begin a step, and return this worker's slice of its global batch; None if this worker has left the job.
 
-        Args:
-            position: number of the batch over all epochs.
-            samples: number of samples in it.
+        ``position`` is the number of the batch over all epochs.
         """
         share = self.store.share(samples, position - self._began_at)
         self.has_left = share is None
@@ -77,11 +66,7 @@ class ElasticWorkers(Workers):
             action()
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask to leave the job; worker 0 ends the job, because the others cannot continue without it.
-
-        Raises:
-            RuntimeError: if the job would have too few workers.
-        """
+        """Ask to leave the job; worker 0 ends the job, because the others cannot continue without it."""
         if self.is_first:
             super().ask_to_stop(reason)
         elif self._stop_request is None:

@@ -65,10 +65,6 @@ def network_builder(name: str) -> Callable[..., nn.Module]:
     """Return a builder with the zoo's signature: ``build(num_classes=10, **options)``.
 
     The user's function gets ``num_classes`` only if it has such a parameter.
-
-    Raises:
-        ValueError, RuntimeError: as `resolve`. The returned builder raises ValueError if the user's function cannot be
-            called so or does not return a network, RuntimeError if it fails.
     """
     return partial(_build, name, resolve(name))
 
@@ -96,10 +92,6 @@ def make_data(name: str, image_shape: Sequence[int] | None, dtype: torch.dtype, 
 
     It returns `Splits`, (train, validation, number of classes) or (train, validation), with parts that `Module.fit`
     accepts. The image shape is that of the network's input, None if unknown.
-
-    Raises:
-        ValueError: if the function cannot be called so, needs an unknown image_shape, or returns anything else.
-        RuntimeError: if it fails.
     """
     make = resolve(name)
     available: dict[str, Any] = {"image_shape": image_shape, "dtype": dtype, "seed": seed}

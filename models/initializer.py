@@ -25,10 +25,6 @@ def initialise(network: nn.Module, spec: InitializerSpec, skip: Container[str] =
     Normalisation layers and PReLU get torch's defaults, parameters with "bias" in their own name get 0. Random numbers
     come from torch's default generator. Parameters whose plain names are in ``skip`` are left alone, and normalisation
     layers that have such a parameter.
-
-    Raises:
-        ValueError: if a name or an argument is unknown, or the initialiser cannot fill a parameter.
-        TypeError: if ``spec`` is none of these.
     """
     fill = _fill(spec)
     with torch.no_grad():

@@ -104,6 +104,21 @@ def test_without_a_store_workers_train_apart() -> None:
     assert distance(first, second) > 1e-3
 
 
+def test_scalars_of_a_run_are_written_for_tensorboard(tmp_path: Path) -> None:
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
+    )
+    from with_tensorboard import main
+
+    main(tmp_path)
+    events = reader.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [one.step for one in events.Scalars("train/loss")] == [10, 20, 30, 40]
+    assert [one.step for one in events.Scalars("validation/accuracy")] == [23, 46]
+    assert events.Scalars("validation/accuracy")[-1].value > 0.5
+    assert all(0 <= one.value < 1 for one in events.Scalars("waiting"))
+
+
 @pytest.mark.slow
 def test_the_language_model_learns() -> None:
     assert train_language_model(steps=30) < 3.2  # it begins near the logarithm of 98 characters, 4.6

@@ -1,4 +1,4 @@
-"""`balance` and the loader that it returns: batches of unequal size for ranks of unequal speed."""
+"""Balanced loader, created by `balance`: batches of unequal size for ranks of unequal speed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gangline.models.balance.global_order import (
     RankOrder,
     ShareSampler,
     order_of,
+    own_iteration,
     sampler_of,
+    unprepared,
 )
-from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced
+from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import Lockstep, Share, Signal
-from gangline.models.balance.prepared_loader import own_iteration, unprepared
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer
-from gangline.models.balance.reduction import reduction_of
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
 from gangline.models.data.batches import copy_loader, length_of
@@ -43,10 +43,14 @@ _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is w
 
 
 class BalancedLoader:
-    """DataLoader whose global batches are split over ranks by their loads; created by `balance`.
+    """Loader whose batches are split over the ranks of a job by their speed, with the gradient of one device.
 
-    Iterating is collective: every rank makes the same number of steps. Other attributes are those of the wrapped
-    loader.
+        model = DistributedDataParallel(network)
+        loader = gangline.balance(model, loader)
+        for images, labels in loader: ...
+
+    Ranks must average gradients, as DistributedDataParallel, FSDP2 and DeepSpeed do. Creating and iterating are
+    collective: every rank makes the same number of steps. Other attributes are those of the wrapped loader.
     """
 
     _trains_as_read = True  # the loop trains each batch before it asks for the next
@@ -64,7 +68,29 @@ class BalancedLoader:
         stream: Stream | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Split a loader; `balance` describes the arguments."""
+        """Split a loader's batches over the ranks.
+
+        Args:
+            model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
+            loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
+                samplers that do not shard draw on rank 0 for all ranks. Other iterables of batches need ``stream``.
+            loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
+            global_batch: samples of all ranks in a step; None: the world size times the loader's batch size.
+            count: function from a batch to the divisor of its mean loss, such as the number of labels that are not
+                ignored; None: number of samples. A global batch whose counts are all 0 has no gradient.
+            loss_reduction: "mean" or "sum": reduction of the loss over what ``count`` counts; "normalized" if the loop
+                itself divides by the count of all ranks, so that gradients are not rescaled.
+            memory: maximum number of samples of each rank; "auto": on GPUs a share grows only while measured memory
+                peaks predict that it fits; None: no limits.
+            stream: required for an IterableDataset and other iterables: "own" if each rank reads different samples,
+                "same" if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
+            group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
+
+        Raises:
+            RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
+            ValueError: if an argument is invalid, or the loader cannot be split.
+            MismatchError: on all ranks, if their loaders or arguments differ.
+        """
         networks = [model] if isinstance(model, nn.Module) else list(model)
         self._group = group_of(networks, group)
         self._exchange = RankExchange(self._group)
@@ -351,6 +377,8 @@ class BalancedLoader:
         self._exchange.close()
 
 
+balance = BalancedLoader  # the name by which programs create it
+
 _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
 """Loaders that are not closed."""
 
@@ -406,60 +434,6 @@ class _Steps:
         if name.startswith("__") or "_owner" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._owner._loader, name)
-
-
-def balance(
-    model: nn.Module | Sequence[nn.Module],
-    loader: Iterable[Any],
-    *,
-    loads: Sequence[float] | Literal["auto"] = "auto",
-    global_batch: int | None = None,
-    count: Callable[[Any], float | Tensor] | None = None,
-    loss_reduction: LossReduction = "mean",
-    memory: Sequence[int] | Literal["auto"] | None = "auto",
-    stream: Stream | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> BalancedLoader:
-    """Split a loader's batches over the ranks of a job by their speed, with the gradient of one device.
-
-        model = DistributedDataParallel(network)
-        loader = gangline.balance(model, loader)
-        for images, labels in loader: ...
-
-    Ranks must average gradients, as DistributedDataParallel, FSDP2 and DeepSpeed do. Collective: all ranks call it.
-
-    Args:
-        model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
-        loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
-            samplers that do not shard draw on rank 0 for all ranks. Other iterables of batches need ``stream``.
-        loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
-        global_batch: samples of all ranks in a step; None: the world size times the loader's batch size.
-        count: function from a batch to the divisor of its mean loss, such as the number of labels that are not ignored;
-            None: number of samples. A global batch whose counts are all 0 has no gradient.
-        loss_reduction: "mean" or "sum": reduction of the loss over what ``count`` counts; "normalized" if the loop
-            itself divides by the count of all ranks, so that gradients are not rescaled.
-        memory: maximum number of samples of each rank; "auto": on GPUs a share grows only while measured memory peaks
-            predict that it fits; None: no limits.
-        stream: required for an IterableDataset and other iterables: "own" if each rank reads different samples, "same"
-            if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
-        group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
-
-    Raises:
-        RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
-        ValueError: if an argument is invalid, or the loader cannot be split.
-        MismatchError: on all ranks, if their loaders or arguments differ.
-    """
-    return BalancedLoader(
-        model,
-        loader,
-        loads=loads,
-        global_batch=global_batch,
-        count=count,
-        loss_reduction=loss_reduction,
-        memory=memory,
-        stream=stream,
-        group=group,
-    )
 
 
 def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gangline.models.balance.global_order import check_global_batch
+from gangline.models.balance.global_order import check_global_batch, own_iteration
 from gangline.models.balance.lockstep import Piece
-from gangline.models.balance.prepared_loader import own_iteration
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.data.batches import length_of
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from gangline.kvstore.nan_check import not_finite
+from gangline.models.balance.gradient_weights import Reduction
 from gangline.models.balance.rank_exchange import RankExchange
-from gangline.models.balance.reduction import Reduction
 
 LEAVE_SECONDS = 60.0
 """Time for other ranks to finish the batch in which this rank left the loop without a gradient."""

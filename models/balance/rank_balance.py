@@ -47,17 +47,10 @@ class RankBalance:
         caps: Sequence[int | None] | None = None,
         minimum: int = 1,
     ) -> None:
-        """Start with these loads.
+        """Start with these loads; without ``timer``, which measures this rank, they are fixed.
 
-        Args:
-            rank: this rank.
-            loads: one number above 0 per rank.
-            all_gather: exchanges plain data of each rank. Collective.
-            timer: measures this rank; None: fixed loads.
-            horizon: maximum number of batches that a rank draws ahead of the one that it trains.
-            device: device whose memory limits the growth of this rank's share; None: no limit.
-            caps: maximum share of each rank; None: no limits.
-            minimum: smallest share that is not empty.
+        Each rank draws at most ``horizon`` batches ahead. The memory of ``device`` limits the growth of this rank's
+        share, and ``caps`` that of each rank. ``minimum`` is the smallest share that is not empty.
         """
         self.timer, self.minimum = timer, minimum
         self._rank, self._size, self._all_gather, self._horizon = rank, len(loads), all_gather, horizon

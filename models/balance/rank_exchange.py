@@ -112,9 +112,6 @@ def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dis
     """Return the ranks that average the gradients of networks; None: all ranks, in the default group.
 
     These are ``group``, or the group of DistributedDataParallel or FSDP1, or the mesh of FSDP2.
-
-    Raises:
-        ValueError: if the networks are averaged over other ranks, or a layer is sharded over these.
     """
     wrappers = (DistributedDataParallel, FullyShardedDataParallel)
     groups: list[Any] = [

@@ -82,7 +82,6 @@ class SpeedModel:
         self.caps: list[int | None] = [None] * len(names)
         """Maximum number of samples of each context; None: no limit. New caps take effect at the next update."""
         self.names = list(names)
-        """Names of the contexts."""
         self._counts_first = counts_first
         self._reset()
 
@@ -409,9 +408,6 @@ def shortest_step(
 
     Each sample goes to the context that finishes it first, which is optimal because times grow with the share. Shares
     are at most ``caps``, and at least ``floors`` if these fit into the batch.
-
-    Raises:
-        ValueError: if the sum of the caps is below ``size``.
     """
     most = [None] * len(fits) if caps is None else caps
     counts = [0] * len(fits)

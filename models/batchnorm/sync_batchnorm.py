@@ -19,9 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gangline.collectives.engine import host_staging
 from gangline.kvstore.group.remote_errors import error_name, error_text, make_error
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
-from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
-from gangline.models.batchnorm.joint_statistics import (
+from gangline.models.batchnorm.distributed_batchnorm import (
     Direction,
+    DistributedBatchNorm,
     Moments,
     check_own_forward,
     combined,

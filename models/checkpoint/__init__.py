@@ -1,1 +1,1 @@
-"""Checkpoints: atomic writing and reading, and retention."""
+"""Checkpoints: atomic writing and reading, retention, and the lock of a prefix."""

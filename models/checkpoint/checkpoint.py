@@ -12,13 +12,17 @@ temporary names renames them first. So a reader always finds either the old chec
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
+import socket
+import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +34,21 @@ from gangline.collectives.host_files import opener
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
-from gangline.models.checkpoint.lock import writing
-from gangline.models.checkpoint.retention import BEST, epochs, paths_of
 from gangline.models.names import as_named_by, plain_name, state_of
 from gangline.models.workers import Workers
 
+BEST = "best"
+"""Name, instead of a number, of the checkpoint with the best validation metric."""
 _FORMAT = 3
 _SAVE = "save_checkpoint"
 _ATTEMPTS = 5
 _NAMES_SHOWN = 5
 _OPTIMIZER, _REPLICA, _RESIDUAL = "optimizer/", "replica/", "residual/"
+_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_guard = threading.Lock()
+_held: dict[Path, tuple[int, int]] = {}
+"""Descriptor and number of users of each lock file that this process holds."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +58,6 @@ class Checkpoint:
     path: Path | None = None
     """The JSON file; None before it is written."""
     id: str = ""
-    """Unique id."""
     params: dict[str, torch.Tensor]
     """Parameters and buffers on the host, averaged over the replicas."""
     position: dict[str, Any]
@@ -61,18 +69,15 @@ class Checkpoint:
     samples_seen: list[int]
     """Samples of each replica since running statistics were last averaged."""
     random: dict[str, Any]
-    """The host's random states."""
     compression_residuals: dict[str, torch.Tensor]
     loss_scale: dict[str, Any] | None
     load_balancer: dict[str, Any] | None
     worker_balance: dict[str, Any] | None
     """Loads of the workers and the measurements behind them, equal on all workers; None: fixed loads."""
     metadata: dict[str, Any]
-    """See `RunState.metadata`."""
     stateful: dict[str, Any]
-    """States of `RunState.stateful`, by name."""
     run: str | None
-    """See `RunState.run`."""
+    """As of `RunState`, like the two before."""
     other_workers: list[Checkpoint] = field(default_factory=list)
     """The checkpoint as ranks 1 and up must resume it."""
 
@@ -108,9 +113,6 @@ def save(
     """Write the checkpoint ``prefix``-``epoch``, see `Module.save_checkpoint`. Collective.
 
     ``optimizer_state`` is called on rank 0; None: a checkpoint without it, which cannot be resumed.
-
-    Raises:
-        OSError: if rank 0 could not write the files; on all ranks. DiskFullError if a file does not fit on the disk.
     """
     paths_of(prefix, epoch)  # an invalid epoch must raise on every worker
     if workers.count > 1:
@@ -210,12 +212,7 @@ def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
 
 
 def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
-    """Read the checkpoint with a number, or "best".
-
-    Raises:
-        FileNotFoundError: if it does not exist; the message lists those that do.
-        ValueError: if a file, which the message names, is damaged or does not belong to the checkpoint.
-    """
+    """Read the checkpoint with a number, or "best"."""
     weights, state, description = paths_of(prefix, epoch)
     if not description.is_file():
         raise FileNotFoundError(f"{description} does not exist; checkpoints of that prefix: {epochs(prefix) or 'none'}")
@@ -293,11 +290,6 @@ def matched(
 
     Names may be those of torch.compile. If all start with ``module.``, as DDP writes them, the prefix is dropped.
     ``num_batches_tracked`` may always be missing.
-
-    Raises:
-        RuntimeError: if names are missing.
-        ValueError: if there are extra names, or a tensor has another shape.
-        TypeError: if a value is not a tensor.
     """
     own = state_of(network)
     given = {plain_name(name): value for name, value in params.items()}
@@ -347,12 +339,7 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read named tensors from a ``.safetensors`` file, or from a ``.pth`` or ``.pt`` file without other objects.
-
-    Raises:
-        FileNotFoundError: if the file does not exist.
-        ValueError: if it is damaged, or of another format.
-    """
+    """Read named tensors from a ``.safetensors`` file, or from a ``.pth`` or ``.pt`` file without other objects."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"weights {path} do not exist")
@@ -409,3 +396,117 @@ def _remove_temporary_files(prefix: str | Path) -> None:
         if found := pattern.fullmatch(path.name):
             _rename_tensors(prefix, BEST if found[1] == BEST else int(found[1]))  # those of a complete checkpoint
             path.unlink(missing_ok=True)
+
+
+def epochs(prefix: str | Path) -> list[int]:
+    """Return the numbers of a prefix's checkpoints in ascending order."""
+    return _numbers(Path(prefix), r"\.json")
+
+
+def orphaned_weights(prefix: str | Path) -> Path | None:
+    """Return weights without a JSON file, if the prefix has no checkpoint at all; no interrupted save leaves that."""
+    orphans = [] if epochs(prefix) else _numbers(Path(prefix), r"\.safetensors")
+    return paths_of(prefix, orphans[-1])[0] if orphans else None
+
+
+def _numbers(prefix: Path, suffix: str) -> list[int]:
+    """Return the numbers of files ``PREFIX-NUMBER`` with a suffix (a regular expression) in ascending order."""
+    pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})" + suffix)
+    names = [path.name for path in prefix.parent.iterdir()] if prefix.parent.is_dir() else []
+    return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
+
+
+def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
+    """Remove checkpoints before ``epoch`` until ``keep`` are left, including ``epoch``; never remove the best.
+
+    The JSON file is removed first, so that an interrupted removal leaves no broken checkpoint; the next call removes
+    the rest.
+    """
+    kept = [number for number in epochs(prefix) if number <= epoch][-keep:]
+    for number in _numbers(Path(prefix), r"(?:\.json|(?:\.state)?\.safetensors)"):
+        if number < kept[0]:
+            weights, state, description = paths_of(prefix, number)
+            for path in (description, state, weights):
+                path.unlink(missing_ok=True)
+
+
+def paths_of(prefix: str | Path, epoch: int | str) -> tuple[Path, Path, Path]:
+    """Return the files of a checkpoint: weights, state, and the JSON file that makes it exist."""
+    if epoch != BEST:
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise TypeError(f"epoch is {epoch!r}; expected an int, or {BEST!r}")
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}; expected 0 or more")
+    stem = f"{Path(prefix).name}-{BEST if epoch == BEST else f'{epoch:04d}'}"
+    folder = Path(prefix).parent
+    return folder / f"{stem}.safetensors", folder / f"{stem}.state.safetensors", folder / f"{stem}.json"
+
+
+@contextmanager
+def writing(prefix: str | Path) -> Iterator[None]:
+    """Hold the lock of a prefix in this context; contexts of one process may overlap.
+
+    The file ``PREFIX.lock`` names its owner. It carries a record lock, which the kernel releases when the owner ends,
+    however it ends; so the file of a dead process is no obstacle. On a file system without locks there is none.
+    """
+    path = Path(f"{os.path.realpath(prefix)}.lock")
+    with _guard:
+        descriptor, users = _held.get(path, (None, 0))
+        if descriptor is None:
+            descriptor = _acquire(path, prefix)
+        _held[path] = descriptor, users + 1
+    try:
+        yield
+    finally:
+        with _guard:
+            descriptor, users = _held[path]
+            if users > 1:
+                _held[path] = descriptor, users - 1
+            else:
+                del _held[path]
+                path.unlink(missing_ok=True)  # before the lock is released, or it could be another process's file
+                os.close(descriptor)
+
+
+def _acquire(path: Path, prefix: str | Path) -> int:
+    """Create and lock the file; return its descriptor."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = opener(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise
+            reason = f"checkpoint folder {path.parent} cannot be made or written: {error.strerror}"
+            raise type(error)(error.errno, reason) from error
+        try:
+            _lock(descriptor, prefix)
+            if _is_file(path, descriptor):
+                os.truncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its last owner has removed the file meanwhile
+
+
+def _lock(descriptor: int, prefix: str | Path) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_BY_ANOTHER:
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            raise RuntimeError(
+                f"{owner} is writing checkpoints {prefix}-*; two runs would overwrite each other's: give this run a "
+                "prefix of its own, or join the processes of one job by --kv-store allreduce or dist_sync"
+            ) from error
+        if error.errno not in _UNSUPPORTED:
+            raise
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

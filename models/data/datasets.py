@@ -1,8 +1,9 @@
-"""Datasets with a training and a held-out part: the handwritten digits, image folders, random images."""
+"""Datasets with a training and a held-out part: the handwritten digits, image folders, random images, splits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
+from gangline.models.data.batches import as_batch, num_samples, take
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
-from gangline.models.data.images.splitting import split_each_label
+from gangline.models.random_streams import mixed_seed
 
 _DIGITS = Path(__file__).with_name("digits.npz")  # digits.md names the source and the licence
 
@@ -80,7 +82,7 @@ def image_folder(
     Args:
         root: path or URL of the folder, with one sub-folder per class.
         image_shape: (channels, height, width) of the network's input.
-        dtype: dtype of the images.
+        dtype: as for `ImageFolder`.
         seed: seed of the split and of the augmentation.
         validation: folder with the held-out images, in the same classes; None: hold out a fifth of each class.
         augmentation: augmentation of the training images; held-out images get its `for_evaluation`.
@@ -110,3 +112,59 @@ def image_folder(
     except ValueError as error:
         raise ValueError(f"image folder {folder.shown} cannot be split into four fifths and one: {error}") from None
     return Splits(train, Subset(folder.augmented(evaluation), rest.indices), len(folder.classes))
+
+
+def split_each_label(data: Any, part: float, *, seed: int = 0) -> list[Any]:
+    """Split data in two so that the first has this fraction of every label, like MATLAB's ``splitEachLabel``.
+
+    Args:
+        data: a dataset with ``labels``, such as an `ImageFolder`, a Subset of one, or a tuple (data, labels).
+        part: fraction between 0 and 1.
+        seed: seed of the selection.
+
+    Returns:
+        Two Subsets, or tuples (data, labels), in the order of ``data``. Both have at least one sample of each label.
+
+    Raises:
+        ValueError: if the fraction is invalid or a label has too few samples.
+        TypeError: if the data have no labels.
+    """
+    if not 0 < part < 1:
+        raise ValueError(f"part is {part!r}; expected a fraction between 0 and 1, such as 0.9")
+    labels, names = _labels_of(data)
+    chosen: tuple[list[int], list[int]] = [], []
+    for label in np.unique(labels):
+        indices = np.flatnonzero(labels == label)
+        if len(indices) < 2:
+            what = f"label {names[label] if names else label}"
+            raise ValueError(f"{what} has 1 sample, too few for 2 parts; expected at least 2")
+        generator = torch.Generator().manual_seed(mixed_seed(seed, int(label)))
+        shuffled = indices[torch.randperm(len(indices), generator=generator, device="cpu").numpy()]
+        exact = Fraction(repr(part)) * len(indices)  # of the decimal: 0.1 is exactly a tenth
+        count = min(max(int(exact + Fraction(1, 2)), 1), len(indices) - 1)
+        chosen[0].extend(shuffled[:count].tolist())
+        chosen[1].extend(shuffled[count:].tolist())
+    found = [torch.tensor(sorted(own), device="cpu") for own in chosen]
+    if isinstance(data, tuple):
+        return [(take(as_batch(data[0], "data"), own), take(as_batch(data[1], "labels"), own)) for own in found]
+    return [Subset(data, own.tolist()) for own in found]
+
+
+def _labels_of(data: Any) -> tuple[np.ndarray[Any, Any], list[str] | None]:
+    """Return the labels as numbers, and the class names, if any."""
+    if isinstance(data, Subset):
+        labels, names = _labels_of(data.dataset)
+        return labels[list(data.indices)], names
+    if isinstance(data, tuple):
+        if len(data) != 2:
+            raise ValueError(f"data is a tuple of {len(data)}; expected (data, labels)")
+        given: Any = as_batch(data[1], "labels")
+        if num_samples(as_batch(data[0], "data"), "data") != len(given):
+            raise ValueError(f"data has {num_samples(data[0], 'data')} samples, but {len(given)} labels")
+    elif hasattr(data, "labels"):
+        given = torch.as_tensor(data.labels, device="cpu")
+    else:
+        raise TypeError(f"data is a {type(data).__name__} without labels; expected an ImageFolder or (data, labels)")
+    if not isinstance(given, torch.Tensor) or given.dim() != 1 or given.is_floating_point():
+        raise TypeError("the labels are not one integer per sample; expected integer class numbers")
+    return given.cpu().numpy(), getattr(data, "classes", None)

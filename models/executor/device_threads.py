@@ -47,9 +47,6 @@ class DeviceThreads:
         """Run each (context index, function); return the results in order when all have finished.
 
         With ``one_after_another`` a call starts when the previous call has finished; each still runs in its own thread.
-
-        Raises:
-            Exception: the first exception of a call, with a note that names its context, when all calls have ended.
         """
         tasks = [
             (index, partial(self._run_with_note, index, function, self._caller_state(self._contexts[index])))

@@ -102,12 +102,7 @@ class Executor:
         return [name for name, one in named if isinstance(one, nn.parameter.UninitializedParameter)]
 
     def bind(self, data: Batch | None) -> None:
-        """Create replicas and threads, if they do not exist, for batches like ``data``.
-
-        Raises:
-            RuntimeError: if lazy parameters need ``data``.
-            ValueError: if the batch statistics of a layer cannot be synchronized.
-        """
+        """Create replicas and threads, if they do not exist, for batches like ``data``."""
         if self._created is not None:
             return
         if any(context.device_type == "cpu" for context in self._contexts):
@@ -136,11 +131,7 @@ class Executor:
             call_network(self.network.cpu(), map_tensors(lambda tensor: tensor[:1].cpu(), data))
 
     def join(self, workers: Workers) -> None:
-        """Join the steps of these workers. Collective among synchronous workers.
-
-        Raises:
-            ValueError: on all workers, if batch statistics are to be synchronized over them and cannot be.
-        """
+        """Join the steps of these workers. Collective among synchronous workers."""
         if workers.in_step:
             workers.check_same({"sync_batchnorm": self.sync_batchnorm}, "init_optimizer")
         if self.sync_batchnorm and workers.count > 1:

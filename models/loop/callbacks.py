@@ -18,7 +18,7 @@ from torch import nn
 
 from gangline.collectives.errors import DiskFullError
 from gangline.models.arguments import check_int, check_number
-from gangline.models.checkpoint.retention import BEST, epochs, remove_older
+from gangline.models.checkpoint.checkpoint import BEST, epochs, remove_older
 from gangline.models.metrics.metric import EvalMetric, reported_name
 
 if TYPE_CHECKING:
@@ -207,7 +207,8 @@ class Checkpoint:
         self._module, self.prefix, self.save_optimizer_states = module, Path(prefix), save_optimizer_states
         self.period = 1 if period is None and minutes is None else period
         self.minutes, self.keep, self.mode = minutes, keep, mode
-        self.keep_best = reported_name(keep_best) if keep_best is not None else None
+        self.awaited_metric = self.keep_best = reported_name(keep_best) if keep_best is not None else None
+        self.state_key = self.prefix.name if keep_best is None else f"{self.prefix.name} {self.keep_best} {mode}"
         self.best = worst(mode)
         """Best value of ``keep_best`` so far."""
         self._since: float | None = None
@@ -306,19 +307,9 @@ class Checkpoint:
             stays = f"checkpoint {newest[0]} stays" if newest else "there is no checkpoint yet"
             _log.warning("%s; training goes on, and %s", error, stays)
 
-    @property
-    def awaited_metric(self) -> str | None:
-        """Metric that validation must compute, if any; `fit` checks it."""
-        return self.keep_best
-
     def plan(self) -> list[Any]:
         """Return the settings that must be equal on all workers."""
         return [self.period, self.minutes, self.keep_best, self.mode, self.save_optimizer_states]
-
-    @property
-    def state_key(self) -> str:
-        """Prefix of the state's checkpoints, and the metric that chooses the best."""
-        return f"{self.prefix.name} {self.keep_best} {self.mode}" if self.keep_best is not None else self.prefix.name
 
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""

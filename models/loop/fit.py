@@ -13,9 +13,8 @@ from gangline.collectives.errors import DeadNodeError
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.lock import writing
-from gangline.models.checkpoint.retention import BEST, orphaned_weights
-from gangline.models.checkpoint.retention import epochs as saved_epochs
+from gangline.models.checkpoint.checkpoint import BEST, orphaned_weights, writing
+from gangline.models.checkpoint.checkpoint import epochs as saved_epochs
 from gangline.models.console_log import log_to_stderr
 from gangline.models.data.sources import Source, source
 from gangline.models.elastic_workers import ElasticWorkers
@@ -242,11 +241,7 @@ def _begin_elastic(
 
 
 def _kept(module: Module, train: Source) -> Any:
-    """Return the state that this worker saved before its restart; None in its first start.
-
-    Raises:
-        RuntimeError: on all workers, if this worker was restarted alone and cannot repeat the step.
-    """
+    """Return the state that this worker saved before its restart; None in its first start."""
     store = module.store
     if store is None or not store.keeps_state:
         return None

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from gangline.models.arguments import check_int, check_number
-from gangline.models.balance.worker_balance import WorkerBalance
+from gangline.models.balance.balancer import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam, check_metric, is_better, worst
 from gangline.models.metrics.metric import reported_name
 from gangline.models.workers import Workers
@@ -128,6 +128,7 @@ class EarlyStopping:
         check_int("patience", patience)
         check_number("min_delta", min_delta)
         self.patience, self.metric, self.mode, self.min_delta = patience, reported_name(metric), mode, min_delta
+        self.awaited_metric, self.state_key = self.metric, f"{self.metric} {mode}"
         self.best = worst(mode)
         """Best value so far."""
         self.waited = 0
@@ -142,16 +143,6 @@ class EarlyStopping:
         else:
             self.waited += 1
         return self.waited >= self.patience
-
-    @property
-    def awaited_metric(self) -> str:
-        """Metric that validation must compute; `fit` checks it."""
-        return self.metric
-
-    @property
-    def state_key(self) -> str:
-        """Metric of the state, and its direction."""
-        return f"{self.metric} {self.mode}"
 
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""

@@ -1,1 +1,1 @@
-"""Reports of a run while it trains: an HTML progress page and TensorBoard scalars."""
+"""Report of a run while it trains: an HTML progress page."""

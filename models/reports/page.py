@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import math
 import os
 import re
 import sys
@@ -18,9 +20,9 @@ import torch
 from gangline.collectives.host_files import write_text
 from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
+from gangline.models.metrics.metric import EvalMetric
 from gangline.models.reports.chart import Line, Place, line_chart, page, table
 from gangline.models.reports.record import Point, Record, Split, Validation
-from gangline.models.reports.report import Report
 
 if TYPE_CHECKING:
     from gangline.models.module import Module
@@ -32,12 +34,14 @@ _DATA = re.compile(f"{re.escape(_DATA_TAG)}(.*?)</script>", re.DOTALL)
 _MAX_WRITING = 0.02  # fraction of the time
 
 
-class TrainingProgress(Report):
+class TrainingProgress:
     """Callback of `fit` that writes an HTML page of loss, metrics, learning rate, throughput and waiting time.
 
     Give it to `fit` as batch_end_callback, epoch_end_callback and eval_end_callback. The page is one file without
     external resources; it reloads itself until training ends. The script element with id "data" holds its numbers as
     JSON. The file is replaced atomically. In a job every worker has a `TrainingProgress`, and rank 0 writes.
+
+    The loss is the one that the step computed. The metric is evaluated on single batches, by a copy of `fit`'s metric.
 
     A run resumed from a checkpoint continues an existing page from the checkpoint's position; a new run overwrites it.
     """
@@ -58,13 +62,53 @@ class TrainingProgress(Report):
         if not every_seconds >= 0:
             raise ValueError(f"every_seconds is {every_seconds!r}; expected a number of seconds, 0 or more")
         self.path, self.every_seconds, self.title = Path(path), every_seconds, title
-        super().__init__(module)
+        self._module = module
+        self._metric: EvalMetric | None = None
+        self._copied: EvalMetric | None = None  # the original of the copy
+        self._is_running = False
+        self._since: float | None = None  # the end of the last update
         self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         _check_writable(self.path, self._aside)
         self._record = _record(self.path) if self.path.exists() else Record()
         self._cannot_write = False
 
+    def __call__(self, when: int | BatchEndParam, *_: Any) -> None:
+        """Record a batch, a validation or the end of an epoch."""
+        if not self._module.workers.is_first:
+            return
+        if isinstance(when, BatchEndParam) and "data" in when.locals:  # locals of a validation have no data
+            if not self._is_running:
+                self._begin(when)
+            self._count(when)
+            self._refresh()
+            return
+        if isinstance(when, BatchEndParam) and self._is_running:
+            values = dict(when.eval_metric.get_global_name_value())
+            elapsed = time.perf_counter() - self._begun
+            self._record.add_validation(Validation(self._module.step, when.epoch, elapsed, values))
+        self._refresh()
+        if self._since is not None:  # the time of validations and other callbacks does not count
+            self._since = time.perf_counter()
+
+    def close(self) -> None:
+        """Record the last updates and write the page; `fit` calls this when it ends."""
+        if not self._is_running:
+            return
+        self._end_point()
+        self._is_running = False
+        error = sys.exception()
+        if error is None or error is self._handled:
+            self._write("ended", self._module.workers.stop or "")
+        else:
+            self._write("stopped", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
     def _begin(self, param: BatchEndParam) -> None:
+        """Begin a run with this update; drop records after its step."""
+        self._begun = time.perf_counter()
+        self._since = None  # the time of a run's first update, which includes set-up, does not count
+        self._seen: list[int] = []
+        self._waited, self._epoch = 0.0, param.epoch
+        self._begin_point()
         step = self._module.step - param.batches
         if step == 0:
             if self._record.points:
@@ -76,34 +120,71 @@ class TrainingProgress(Report):
         self._begun -= self._record.seconds
         self._due = 0.0
         self._handled = sys.exception()  # already handled by the caller, so not the reason for the end
+        self._is_running = True
+
+    def _begin_point(self) -> None:
+        self._pending = Point(samples=dict.fromkeys(labels(self._module), 0))  # the updates since the last point
+        self._losses: list[torch.Tensor] = []
 
     def _count(self, param: BatchEndParam) -> None:
-        record, module, step = self._record, self._module, self._module.step - param.batches
-        if param.nbatch + 1 == param.batches or not record.epochs:
-            record.begin_epoch(param.epoch, step)
-        record.add_split(Split(step, _shares(module.workers.loads_of(param.nbatch)), _shares(module.work_load_list)))
+        """Add an update; at the last one of a point evaluate the metric on its last batch."""
+        now, module = time.perf_counter(), self._module
+        split = _shares(module.workers.loads_of(param.nbatch)), _shares(module.work_load_list)
+        self._record.add_split(Split(module.step - param.batches, *split))
         self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
-        self.updates_per_point = record.per_point
-        super()._count(param)
+        seen, waited = module.bound.replicas.samples_seen, module.seconds_waiting
+        before = self._seen if param.epoch == self._epoch else [0] * len(seen)  # the counters restart in each epoch
+        point = self._pending
+        if self._since is not None:
+            point.seconds += now - self._since
+            point.waiting += waited - self._waited
+            names, local = list(point.samples), 0
+            for replica, count, was in zip(module.bound.replicas.all, seen, before, strict=True):
+                new = count - was if count >= was else count
+                point.samples[names[replica.context_index]] += new
+                local += new
+            point.total += samples_of_job(module, param, local)
+        self._since, self._seen, self._waited, self._epoch = now, seen, waited, param.epoch
+        point.updates += 1
+        is_last = point.updates >= self._record.per_point
+        if param.locals.get("data") is not None:  # None: this worker had no samples in the batch
+            self._losses.append(module.get_loss())
+            if is_last:
+                self._measure(param)
+        if is_last:
+            self._end_point()
 
-    def _add(self, point: Point) -> None:
+    def _measure(self, param: BatchEndParam) -> None:
+        if self._copied is not param.eval_metric:
+            self._copied, self._metric = param.eval_metric, None
+            try:
+                self._metric = copy.deepcopy(param.eval_metric)
+            except (TypeError, RuntimeError) as error:  # a user's metric may hold objects without copy
+                name = type(param.eval_metric).__name__
+                message = "%s cannot be copied, so its curve over batches is missing: %s"
+                self._module.logger.warning(message, name, error)
+        if self._metric is not None:
+            self._metric.reset()
+            self._metric.update_from(self._module, param.locals.get("label"))
+            self._pending.metrics = dict(self._metric.get_global_name_value())
+
+    def _end_point(self) -> None:
+        """Add the point of all updates since the last one, if there are any, and begin the next."""
+        point = self._pending
+        if not point.updates:
+            return
+        point.step, point.epoch, point.time = self._module.step, self._epoch, time.perf_counter() - self._begun
+        point.learning_rate = self._module.learning_rate
+        if self._losses:
+            losses = torch.stack([loss.double() for loss in self._losses]).tolist()
+            point.loss, point.loss_min, point.loss_max = math.fsum(losses) / len(losses), min(losses), max(losses)
+        self._begin_point()
         self._record.add(point)
 
-    def _add_validation(self, param: BatchEndParam) -> None:
-        values = dict(param.eval_metric.get_global_name_value())
-        elapsed = time.perf_counter() - self._begun
-        self._record.add_validation(Validation(self._module.step, param.epoch, elapsed, values))
-
     def _refresh(self) -> None:
+        """Write the page if due."""
         if self._is_running and time.perf_counter() >= self._due:
             self._write("running")
-
-    def _end(self) -> None:
-        error = sys.exception()
-        if error is None or error is self._handled:
-            self._write("ended", self._module.workers.stop or "")
-        else:
-            self._write("stopped", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _write(self, state: str, reason: str = "") -> None:
         began = time.perf_counter()
@@ -157,6 +238,22 @@ def _record(path: Path) -> Record:
         return Record.from_data(data)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the data of the page {path} are invalid, {error!r}; move it away") from error
+
+
+def labels(module: Module) -> list[str]:
+    """Return a unique label for each context of a module."""
+    names = [str(context) for context in module.contexts]
+    numbers = [f" #{names[: index + 1].count(name)}" * (names.count(name) > 1) for index, name in enumerate(names)]
+    return [name + number for name, number in zip(names, numbers, strict=True)]
+
+
+def samples_of_job(module: Module, param: BatchEndParam, local: int) -> int:
+    """Return the number of samples of all workers in an update; ``local`` if it is unknown."""
+    plan = module.position.plan
+    if module.workers.count == 1 or "samples" not in plan:
+        return local
+    begins = [number * plan["batch_size"] for number in range(param.nbatch + 1 - param.batches, param.nbatch + 1)]
+    return sum(min(plan["batch_size"], plan["samples"] - begin) for begin in begins)
 
 
 def settings(module: Module, param: BatchEndParam) -> dict[str, str]:

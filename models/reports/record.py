@@ -1,4 +1,4 @@
-"""Record of a run's progress: points, validations and epochs, merged pairwise so that a long run stays small."""
+"""Record of a run's progress: points and validations, merged pairwise so that a long run stays small."""
 
 from __future__ import annotations
 
@@ -67,14 +67,12 @@ class Split:
 
 @dataclass
 class Record:
-    """Points, validations, first steps of epochs and splits of a run, at most `MOST_POINTS` of each."""
+    """Points, validations and splits of a run, at most `MOST_POINTS` of each."""
 
     points: list[Point] = field(default_factory=list)
     per_point: int = 1
     """Number of updates of a new point; doubles whenever points are merged pairwise."""
     validations: list[Validation] = field(default_factory=list)
-    epochs: dict[int, int] = field(default_factory=dict)
-    """The number of steps before each epoch."""
     splits: list[Split] = field(default_factory=list)
     """The first split, and every later split that differs from its predecessor."""
 
@@ -95,12 +93,6 @@ class Record:
             kept = [index % 2 == 1 or any(v is each for each in best) for index, v in enumerate(self.validations)]
             self.validations = list(itertools.compress(self.validations, kept))
 
-    def begin_epoch(self, epoch: int, step: int) -> None:
-        """Record the step at which an epoch begins, unless it is recorded already."""
-        self.epochs.setdefault(epoch, step)
-        if len(self.epochs) >= MOST_POINTS:
-            self.epochs = dict(list(self.epochs.items())[1::2])
-
     def add_split(self, split: Split) -> None:
         """Append a split if it differs from the last; at the limit drop every second split but the first and last."""
         last = self.splits[-1] if self.splits else None
@@ -118,7 +110,6 @@ class Record:
         """Drop everything after a step, from which training resumes."""
         self.points = [point for point in self.points if point.step <= step]
         self.validations = [validation for validation in self.validations if validation.step <= step]
-        self.epochs = {epoch: begun for epoch, begun in self.epochs.items() if begun < step}
         self.splits = [split for split in self.splits if split.step < step]
 
     def best(self) -> dict[str, Validation]:
@@ -142,7 +133,6 @@ class Record:
             "points": columns,
             "per_point": self.per_point,
             "validations": [asdict(validation) for validation in self.validations],
-            "epochs": [{"epoch": epoch, "step": step} for epoch, step in self.epochs.items()],
             "splits": [asdict(split) for split in self.splits],
             "best": {n: {"value": v.values[n], "epoch": v.epoch, "step": v.step} for n, v in self.best().items()},
         }
@@ -161,7 +151,6 @@ class Record:
             [Point(**row) for row in rows],
             data["per_point"],
             [Validation(**_numbers(validation)) for validation in data["validations"]],
-            {epoch["epoch"]: epoch["step"] for epoch in data["epochs"]},
             [Split(**split) for split in data.get("splits", [])],  # older pages have none
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gangline.models.zoo import alexnet, mnist, resnet  # noqa: F401  registers them
 from gangline.models.zoo.registry import Entry as Entry
 from gangline.models.zoo.registry import create as create
 from gangline.models.zoo.registry import create_network as create_network

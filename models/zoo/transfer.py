@@ -6,7 +6,6 @@ After Yosinski, Clune, Bengio and Lipson, "How transferable are features in deep
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils import skip_init
 
 from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.optimizer.spec import check_learning_rate
@@ -32,8 +30,6 @@ def pretrained(
     network_name: str,
     weights: str | Path,
     num_classes: int | None,
-    *,
-    generator: torch.Generator | None = None,
     **options: Any,
 ) -> tuple[nn.Module, list[str]]:
     """Build a network, load pretrained weights, and fit its last layer to ``num_classes``.
@@ -44,7 +40,6 @@ def pretrained(
         network_name: name for `gangline.models.zoo.create`.
         weights: a ``.safetensors``, ``.pth`` or ``.pt`` file.
         num_classes: number of outputs of the network; None: as in the weights.
-        generator: random generator for the new layer; see `replace_last_layer`.
         options: further arguments of the network's builder.
 
     Returns:
@@ -65,23 +60,23 @@ def pretrained(
     rows = params.get(f"{name}.weight", params.get(f"module.{name}.weight"))  # the prefix of DDP
     file_classes = layer.weight.shape[0] if rows is None or not rows.ndim else len(rows)
     if file_classes != layer.weight.shape[0]:
-        _replace(network, name, layer, file_classes, torch.Generator())  # only for the shape: loaded next
+        with torch.random.fork_rng(devices=()):  # only the shape counts: loaded next
+            _replace(network, name, layer, file_classes)
     load_weights(network, weights)
     wanted = file_classes if num_classes is None else num_classes
-    return network, replace_last_layer(network, wanted, generator) if file_classes != wanted else []
+    return network, replace_last_layer(network, wanted) if file_classes != wanted else []
 
 
-def replace_last_layer(network: nn.Module, num_classes: int, generator: torch.Generator | None = None) -> list[str]:
+def replace_last_layer(network: nn.Module, num_classes: int) -> list[str]:
     """Replace the last layer by a new one with ``num_classes`` outputs, also if it has that many already.
 
     The last layer is the last `torch.nn.Linear` or 1x1 convolution in registration order. The new layer keeps the
-    inputs, device, dtype, and the presence of a bias. Its values are drawn on the host, uniformly from +-1/sqrt(fan_in)
-    as in torch's layers, so that they do not depend on the device.
+    inputs, device, dtype, and the presence of a bias. Its values are those of torch's layers, uniform in
+    +-1/sqrt(fan_in), drawn on the host by torch's default generator, so that they do not depend on the device.
 
     Args:
         network: network to change in place, before it is given to a `Module`.
         num_classes: number of outputs, 1 or more.
-        generator: random generator on the host; None: torch's default.
 
     Returns:
         The names of the new parameters.
@@ -93,7 +88,7 @@ def replace_last_layer(network: nn.Module, num_classes: int, generator: torch.Ge
     """
     check_int("num_classes", num_classes)
     name, layer = _last_layer(network)
-    return _replace(network, name, layer, num_classes, generator)
+    return _replace(network, name, layer, num_classes)
 
 
 def freeze_until(network: nn.Module, layer: str) -> list[str]:
@@ -201,21 +196,12 @@ def _last_layer(network: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
     return name, layer
 
 
-def _replace(
-    network: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, count: int, generator: torch.Generator | None
-) -> list[str]:
-    weight = layer.weight
+def _replace(network: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, count: int) -> list[str]:
+    make: Any = type(layer)
     is_linear = isinstance(layer, nn.Linear)
     sizes = (layer.in_features, count) if is_linear else (layer.in_channels, count, 1, layer.stride, layer.padding)
-    options = {"bias": layer.bias is not None, "device": weight.device, "dtype": weight.dtype}
-    new = skip_init(type(layer), *sizes, **options).train(layer.training)  # type: ignore[no-untyped-call]
-    bound = 1 / math.sqrt(new.weight[0].numel())
-    for parameter in new.parameters():
-        drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").uniform_(
-            -bound, bound, generator=generator
-        )
-        with torch.no_grad():
-            parameter.copy_(drawn)
+    new: nn.Module = make(*sizes, bias=layer.bias is not None, device="cpu", dtype=torch.float32)
+    new.to(layer.weight.device, layer.weight.dtype).train(layer.training)
     parent, _, own = name.rpartition(".")
     setattr(network.get_submodule(parent), own, new)
     return [f"{name}.{of}" for of, _ in new.named_parameters()]

@@ -1,4 +1,4 @@
-"""A small run for the tests of progress pages and TensorBoard: 20 samples in batches of 8, 8 and 4."""
+"""A small run for the tests of progress pages: 20 samples in batches of 8, 8 and 4."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import create
-from gangline.models.batchnorm.joint_statistics import Moments
+from gangline.models.batchnorm.distributed_batchnorm import Moments
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier, WorkerRounds
 from gangline.models.workers import Workers
 from tests.collectives.ranks import in_threads

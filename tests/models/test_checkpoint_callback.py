@@ -26,7 +26,7 @@ from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
 from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.retention import epochs, remove_older
+from gangline.models.checkpoint.checkpoint import epochs, remove_older
 from gangline.models.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,12 +17,11 @@ from torch import nn
 from gangline import Communicator, Module, cpu, spawn
 from gangline.callback import Checkpoint
 from gangline.kvstore.optimizer import files
-from gangline.models.checkpoint.lock import writing
-from gangline.models.checkpoint.retention import epochs
+from gangline.models.checkpoint.checkpoint import epochs, writing
 
 HOLDER = """
 import sys
-from gangline.models.checkpoint.lock import writing
+from gangline.models.checkpoint.checkpoint import writing
 with writing(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

@@ -19,7 +19,7 @@ from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.retention import epochs
+from gangline.models.checkpoint.checkpoint import epochs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES, BATCH = 32, 8

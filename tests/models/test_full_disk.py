@@ -16,7 +16,7 @@ from gangline import Communicator, Module, cpu, create, spawn
 from gangline.callback import Checkpoint
 from gangline.collectives.errors import DiskFullError
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.retention import epochs
+from gangline.models.checkpoint.checkpoint import epochs
 from tests.full_disk import fill, make_space, needs_mount, small_disk
 
 pytestmark = [needs_mount, pytest.mark.timeout(60)]

@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader, Subset
 from gangline import Module, cpu, spawn
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
-from gangline.models.data.datasets import image_folder, raw_digits
+from gangline.models.data.datasets import image_folder, raw_digits, split_each_label
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
-from gangline.models.data.images.splitting import split_each_label
 from gangline.models.data.sources import source
 from gangline.models.workers import Workers
 
@@ -445,10 +444,6 @@ def test_a_folder_is_split_by_class_and_seed_and_read_in_batches(folder: Path) -
     found = list(source(splits.train, 10, shuffle=True, seed=0).epoch(0))
     assert [tuple(images.shape) for images, _ in found] == [(10, 3, 8, 8), (8, 3, 8, 8)]
     assert found[0][0].dtype == torch.float64
-    parts = split_each_label(splits.train, 2, 0.5)  # of a part
-    assert [sorted(label for _, label in part) for part in parts] == [
-        [label for label in range(3) for _ in range(count)] for count in (2, 3, 1)
-    ]
 
 
 def test_held_out_images_are_not_augmented(folder: Path) -> None:
@@ -512,17 +507,36 @@ def test_a_url_and_a_path_give_the_same_images(folder: Path, tmp_path: Path) -> 
 # -- splits by label ------------------------------------------------------------------------------------------------
 
 
+def counts(part: Any) -> list[int]:
+    labels = (
+        part[1] if isinstance(part, tuple) else torch.tensor([part.dataset.labels[index] for index in part.indices])
+    )
+    return torch.bincount(labels).tolist()
+
+
+def test_each_label_is_split_by_itself(folder: Path) -> None:
+    dataset = ImageFolder(folder, SHAPE)
+    first, rest = split_each_label(dataset, 0.75)
+    assert counts(first) == [6, 6, 6]
+    assert counts(rest) == [2, 2, 2]
+    assert sorted([*first.indices, *rest.indices]) == list(range(24))
+    again, other = split_each_label(dataset, 0.75)[0], split_each_label(dataset, 0.75, seed=1)[0]
+    assert again.indices == first.indices
+    assert other.indices != first.indices
+    of_part, _ = split_each_label(rest, 0.5)
+    assert [label for _, label in of_part] == [0, 1, 2]
+
+
 def test_arrays_are_split_too_and_every_part_has_every_label() -> None:
     labels = torch.tensor([7] * 100 + [3] * 10 + [5] * 3)
     data = torch.arange(113)
-    (first, ours), (second, theirs), (third, last) = split_each_label((data, labels), 0.9, 0.05)
-    assert torch.cat([first, second, third]).sort().values.equal(data)
-    for part, its_labels in ((first, ours), (second, theirs), (third, last)):
+    (first, ours), (second, theirs) = split_each_label((data, labels), 0.9)
+    assert torch.cat([first, second]).sort().values.equal(data)
+    for part, its_labels in ((first, ours), (second, theirs)):
         assert labels[part].equal(its_labels)
-    assert [torch.bincount(part, minlength=8)[[7, 3, 5]].tolist() for part in (ours, theirs, last)] == [
-        [90, 8, 1],
-        [5, 1, 1],
-        [5, 1, 1],
+    assert [torch.bincount(part, minlength=8)[[7, 3, 5]].tolist() for part in (ours, theirs)] == [
+        [90, 9, 2],
+        [10, 1, 1],
     ]
 
 
@@ -530,12 +544,9 @@ ARRAYS = (torch.zeros(6), torch.tensor([0, 0, 0, 1, 1, 1]))
 
 
 REFUSED_SPLITS: list[Any] = [
-    (ARRAYS, (), ValueError, "got no parts"),
-    (ARRAYS, (0.6, 0.5), ValueError, "the parts 0.6, 0.5 sum to 1.1; expected less than 1"),
-    (ARRAYS, (1.5,), ValueError, "a part is 1.5; expected a fraction between 0 and 1"),
-    (ARRAYS, (float("nan"),), ValueError, "a part is nan"),
-    (ARRAYS, (True,), TypeError, "a part is True"),
-    (ARRAYS, (3,), ValueError, "label 0 has 3 samples, too few for 2 parts; expected at least 4"),
+    (ARRAYS, (1.5,), ValueError, "part is 1.5; expected a fraction between 0 and 1"),
+    (ARRAYS, (float("nan"),), ValueError, "part is nan"),
+    (ARRAYS, (0,), ValueError, "part is 0"),
     ((ARRAYS[0], torch.tensor([0] * 5 + [1])), (0.5,), ValueError, "label 1 has 1 sample, too few for 2 parts"),
     ((ARRAYS[0], ARRAYS[1][:5]), (0.5,), ValueError, "data has 6 samples, but 5 labels"),
     ((ARRAYS[0], ARRAYS[0]), (0.5,), TypeError, "the labels are not one integer per sample"),

@@ -17,7 +17,7 @@ from test_checkpoint_lock import start_holder
 
 from gangline import Communicator, spawn
 from gangline.launcher.job import free_ports
-from gangline.models.checkpoint.retention import epochs
+from gangline.models.checkpoint.checkpoint import epochs
 
 Result = tuple[int, str, str]
 """Exit code, stdout and stderr."""

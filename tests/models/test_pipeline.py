@@ -13,8 +13,7 @@ from measure import distance, plain_loop, same_bits
 from torch import nn
 
 from gangline import Pipeline, Trainer, cpu, create, spawn
-from gangline.models.pipelines.pipeline import measured_layers
-from gangline.models.pipelines.schedule import cut, one_forward_one_backward
+from gangline.models.pipelines.pipeline import cut, measured_layers, one_forward_one_backward
 
 STEPS = 20
 TEXT, _, CHARACTERS = python_documentation(16)
@@ -133,7 +132,7 @@ def test_each_stage_runs_every_pass_once_and_keeps_few_activations(stages: int, 
     orders = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
     for stage, order in enumerate(orders):
         assert sorted(order) == sorted({(number, kind) for number in range(micro_batches) for kind in (True, False)})
-        kept = list(itertools.accumulate(1 if one.is_forward else -1 for one in order))
+        kept = list(itertools.accumulate(1 if is_forward else -1 for _, is_forward in order))
         assert max(kept) == min(stages - stage, micro_batches)
     assert finish(orders) == 2 * (micro_batches + stages - 1)  # passes of one unit: the formula of the bubble
 

@@ -94,7 +94,6 @@ def test_each_update_of_a_run_is_a_point_with_its_own_numbers(tmp_path: Path) ->
     for name, best in (("accuracy", max), ("loss", min)):
         values = [dict(one)[name] for one in validations]
         assert data["best"][name]["epoch"] == values.index(best(values))
-    assert data["epochs"] == [{"epoch": epoch, "step": 3 * epoch} for epoch in range(3)]
     assert (data["format"], data["state"], data["title"]) == (FORMAT, "ended", "Sequential")
     assert data["now"] == {"epoch": 2, "batch": 3, "batches": 3}
     assert data["settings"] == {
@@ -136,7 +135,6 @@ def test_samples_are_counted_for_each_context_and_update(
     if "accumulate" in options:
         assert data["points"]["step"] == [2, 3, 5, 6, 8, 9]
         assert data["settings"]["batch size"] == "8, 2 batches per update"
-        assert [one["step"] for one in data["epochs"]] == [0, 3, 6]
 
 
 def test_the_metric_of_fit_and_of_a_speedometer_count_as_without_a_page(
@@ -278,7 +276,6 @@ def test_a_run_resumed_in_mid_epoch_has_one_complete_record(tmp_path: Path, load
     assert points["loss"] == pytest.approx(whole["loss"], rel=1e-4)
     assert points["metrics"]["accuracy"] == pytest.approx(whole["metrics"]["accuracy"], rel=1e-4)
     assert [(v["step"], v["epoch"]) for v in data["validations"]] == [(3, 0), (6, 1), (9, 2), (12, 3)]
-    assert data["epochs"] == expected["epochs"]
     assert points["time"] == sorted(points["time"])
     assert points["time"][:7] == before["points"]["time"]
     assert list(points["samples"]) == [f"cpu({place})" for place in range(len(loads))]
@@ -291,7 +288,6 @@ def test_records_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     data = page_of(tmp_path, epochs=2, eval_data=arrays(), resume=(prefix, 0))
     assert data["points"]["step"] == [1, 2, 3, 4, 5, 6]
     assert [v["step"] for v in data["validations"]] == [3, 6]
-    assert [one["epoch"] for one in data["epochs"]] == [0, 1]
 
 
 def test_a_second_fit_continues_the_page_and_a_new_run_overwrites_it(
@@ -375,16 +371,14 @@ def test_a_long_run_keeps_few_points_and_their_means_extremes_and_sums() -> None
         assert (one.loss_min, one.loss_max) == (min(own), max(own))
 
 
-def test_many_epochs_and_validations_are_thinned_out_but_for_the_best() -> None:
+def test_many_validations_are_thinned_out_but_for_the_best() -> None:
     record = Record()
     for epoch in range(10_000):
-        record.begin_epoch(epoch, epoch)
         record.add_validation(Validation(epoch + 1, epoch, 1.0, {"accuracy": 0.9 if epoch == 2 else 0.1, "loss": 1.0}))
         record.add_split(Split(epoch, [0.5, 0.5], [1.0 if epoch % 2 else 0.5]))
     assert len(record.validations) < records.MOST_POINTS
     assert len(record.splits) < records.MOST_POINTS
     assert (record.splits[0].step, record.splits[-1].step) == (0, 9_999)
-    assert len(record.epochs) < records.MOST_POINTS
     assert record.best()["accuracy"].epoch == 2
     assert record.best()["loss"].epoch == 0
     assert record.validations[-1].epoch == 9_999
@@ -394,7 +388,7 @@ def test_a_record_can_be_restored_from_its_data() -> None:
     points = [point(1, None, metrics={}), point(2, math.nan), point(3, math.inf, samples={"gpu(0)": 7})]
     validations = [Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})]
     splits = [Split(0, [0.5, 0.5], [1.0]), Split(3, [0.75, 0.25], [0.6, 0.4])]
-    record = Record(points, per_point=4, validations=validations, epochs={0: 0, 1: 3}, splits=splits)
+    record = Record(points, per_point=4, validations=validations, splits=splits)
     data = json.loads(json.dumps(record.data(), allow_nan=False))
     assert data["points"]["loss"] == [None, "nan", "inf"]
     assert data["points"]["metrics"] == {"accuracy": [None, 0.5, 0.5]}

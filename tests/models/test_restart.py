@@ -16,7 +16,7 @@ import torch
 from measure import same_bits
 
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.retention import epochs
+from gangline.models.checkpoint.checkpoint import epochs
 from tests.kvstore.test_launch import ROOT, Launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from measure import same_bits
 from safetensors.torch import save_file
 from torch import nn
 
@@ -91,20 +90,17 @@ def test_the_new_layer_is_as_the_old_one_was() -> None:
     assert new.weight.requires_grad  # new weights are trained
 
 
-def test_values_depend_on_the_generator_only_and_equal_torchs() -> None:
+def test_values_depend_on_torchs_generator_and_are_those_of_its_layers() -> None:
     outputs = []
     for _ in range(2):
         network = nn.Sequential(nn.Linear(1, 1), nn.Linear(400, 2))
-        torch_before = torch.get_rng_state()
-        replace_last_layer(network, 500, torch.Generator().manual_seed(4))
-        assert torch.equal(torch.get_rng_state(), torch_before)
+        torch.manual_seed(4)
+        replace_last_layer(network, 500)
         outputs.append(network[1].weight.detach())
     assert torch.equal(*outputs)
     bound = 1 / math.sqrt(400)
     assert bound * 0.999 < outputs[0].abs().max() <= bound  # 200,000 draws nearly reach the ends of the range
     assert outputs[0].std() == pytest.approx(bound / math.sqrt(3), rel=0.01)
-    replace_last_layer(network, 500)
-    assert not torch.equal(torch.get_rng_state(), torch_before)
 
 
 def tied() -> nn.Module:
@@ -125,15 +121,11 @@ def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes:
         assert (value.shape == source[name].shape and torch.equal(value, source[name])) == (name not in new)
 
 
-def test_pretrained_takes_generator_and_the_builders_options(tmp_path: Path) -> None:
+def test_pretrained_takes_the_builders_options(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(zoo.create("mlp", 10, num_inputs=9).state_dict(), path)
-    first, second, third = (
-        pretrained("mlp", path, 4, num_inputs=9, generator=torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)
-    )
-    assert same_bits(first.state_dict(), second.state_dict())
-    assert not torch.equal(first.get_parameter("fc3.weight"), third.get_parameter("fc3.weight"))
-    assert first.get_parameter("fc1.weight").shape == (128, 9)
+    network, _ = pretrained("mlp", path, 4, num_inputs=9)
+    assert network.get_parameter("fc1.weight").shape == (128, 9)
 
 
 def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(

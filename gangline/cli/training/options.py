@@ -25,7 +25,6 @@ class Plots(StrEnum):  # typer has no lists of literals
     """Displays of a run."""
 
     TRAINING_PROGRESS = "training-progress"
-    TENSORBOARD = "tensorboard"
 
 
 def _networks(begin: str) -> list[str]:
@@ -121,8 +120,7 @@ class TrainOptions(DeviceOptions):
     top_k: Annotated[int, _show(metavar="K", min=0)] = 0
     """Report top-K accuracy as well, for K above 1."""
     plots: Annotated[list[Plots] | None, _show()] = None
-    """Write PREFIX.html (training-progress.html), a page that shows the run, or TensorBoard files in PREFIX-tensorboard
-    (tensorboard). Repeatable."""
+    """Write PREFIX.html (training-progress.html), a page that shows the run."""
     monitor: Annotated[int, _show(metavar="N", min=0)] = 0
     """Log statistics of all layers every N batches."""
     test_io: Annotated[bool, _show("--test-io")] = False

@@ -129,7 +129,7 @@ def _loaded(options: PredictOptions) -> tuple[Module, dict[str, Any]]:
 
 def _epoch(prefix: str, word: str) -> int | str:
     """Return the epoch that --load-epoch names."""
-    from gangline.models.checkpoint.retention import epochs
+    from gangline.models.checkpoint.checkpoint import epochs
 
     if word == "best":
         return word

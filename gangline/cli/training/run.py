@@ -38,8 +38,7 @@ from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
 from gangline.launcher.restarts import CHECKPOINTED, DIVERGED
 from gangline.models import import_by_name
-from gangline.models.checkpoint.checkpoint import read_metadata
-from gangline.models.checkpoint.retention import epochs, paths_of
+from gangline.models.checkpoint.checkpoint import epochs, paths_of, read_metadata
 from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
@@ -50,7 +49,6 @@ from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
 from gangline.models.reports.page import TrainingProgress
-from gangline.models.reports.tensorboard import TensorBoard
 from gangline.models.zoo import registry, transfer
 
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
@@ -402,8 +400,6 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[s
         data_name = options.data_dir or options.dataset
         page = f"{prefix or 'training-progress'}.html"
         shown.append(TrainingProgress(module, page, title=f"{options.network} on {data_name}"))
-    if Plots.TENSORBOARD in plots:
-        shown.append(TensorBoard(module, f"{prefix}-tensorboard" if prefix else "tensorboard"))
     return {
         "batch_end_callback": after_batch + shown,
         "epoch_end_callback": after_epoch + shown,

@@ -13,8 +13,7 @@ import torch
 
 from gangline.models.arguments import check_int
 from gangline.models.data.images.augmentation import Augmentation, warp
-from gangline.models.data.images.files import FolderListing, read
-from gangline.models.data.images.folder import Images, decoded_image
+from gangline.models.data.images.folder import FolderListing, Images, decoded_image, read
 
 OUTSIDE = -100
 """Label of pixels outside the image; `nn.CrossEntropyLoss` ignores it by default."""
