@@ -22,14 +22,17 @@ class ElasticWorkers(Workers):
         """Join the job of a store."""
         super().__init__()
         self.rank = store.rank
-        self.is_first = self.rank == 0
-        self.has_others = True  # even if this is currently the only worker
         self.first_context = store.rank * num_contexts
         self.first_sample = 0
         """Index of this worker's first sample within the global batch."""
         self.store = store
         """Store of the job, which decides which workers take part in a step."""
         self._began_at = 0  # position of the job's first step
+
+    @property
+    def has_others(self) -> bool:
+        """True, even if this is currently the only worker."""
+        return True
 
     def begin(self, position: int, step: int, *, resumes: bool) -> tuple[int, int, bool]:
         """Begin to train. Collective; a worker that joins late gets the others' data and cannot call it again.

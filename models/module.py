@@ -22,7 +22,8 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
-from gangline.models.balance.balancer import Balancer, WorkerBalance, balancer_of_contexts
+from gangline.models.balance.balancer import Balancer, balancer_of_contexts
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
@@ -33,7 +34,8 @@ from gangline.models.loop.callbacks import BatchCallback
 from gangline.models.loop.epochs import BatchCallbacks, EpochCallbacks, FitOptions, Resume
 from gangline.models.loop.fit import fit
 from gangline.models.loop.monitor import Monitor
-from gangline.models.loss.summed_loss import Loss, LossScale, Normalizer, SummedLoss
+from gangline.models.loss.loss_scale import LossScale
+from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import as_named_by, parameters_of, state_of
 from gangline.models.optimizer_binding import (

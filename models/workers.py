@@ -42,18 +42,12 @@ class Workers:
         self._store = store if store is not None and store.num_workers > 1 else None
         self.rank = self._store.rank if self._store is not None else 0
         self.count = self._store.num_workers if self._store is not None else 1
-        self.is_first = self.rank == 0
-        """True on rank 0, which logs and writes files."""
-        self.has_others = self.count > 1
-        """True if other workers may take part in a step, so that this one's share of a batch can be empty."""
         self.in_step = self._store is not None and not self._store.is_async
         """True if there are other workers, and every worker takes part in every step."""
         self.minimum = 1
         """Smallest share of a batch that is not empty."""
         self.stop: str | None = None
         """Reason why all workers must stop, equal on all of them; None while none has requested it."""
-        self.gathers_tensors = isinstance(self._store, AllReduceStore)
-        """True if the store has `all_gather_tensor`."""
         self._stop_request: str | None = None
         self._clock = 0.0
         words = os.environ.get(_LOADS) or (_AUTO if measures_loads else _EQUAL)
@@ -66,6 +60,16 @@ class Workers:
         self._loads_of_epoch: list[tuple[int, list[float]]] = [(0, self.loads)]  # (first batch, loads), in order
         self.first_context = sum(contexts for contexts, _ in gathered[: self.rank])
         """Job-wide index of this worker's first context."""
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which logs and writes files."""
+        return self.rank == 0
+
+    @property
+    def has_others(self) -> bool:
+        """True if other workers may take part in a step, so that this one's share of a batch can be empty."""
+        return self.count > 1
 
     def share(self, samples: int, batch: int | None = None) -> slice:
         """Return this worker's slice of a batch, by its index in the epoch or by the newest loads; it can be empty."""
@@ -96,6 +100,11 @@ class Workers:
         self._clock = received[0][1]
         self.stop = self.stop or next((request for request, _, _ in received if request is not None), None)
         return [theirs for _, _, theirs in received]
+
+    @property
+    def gathers_tensors(self) -> bool:
+        """True if the store has `all_gather_tensor`."""
+        return isinstance(self._store, AllReduceStore)
 
     def all_gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every worker's tensor as `AllReduceStore.all_gather`. Collective."""

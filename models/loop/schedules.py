@@ -167,15 +167,21 @@ class DrivenScheduler:
         self._metric = reported_name(spec.metric or "")
         self._optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))], lr=base_rate, momentum=0.5)
         self._scheduler = spec.make(self._optimizer)
-        self.name = type(self._scheduler).__name__
         if not isinstance(self._scheduler, LRScheduler):
-            raise TypeError(f"lr_scheduler returned a {self.name}; expected one of torch.optim.lr_scheduler's")
+            raise TypeError(
+                f"lr_scheduler returned a {type(self._scheduler).__name__}; expected one of torch.optim.lr_scheduler's"
+            )
         if self._optimizer.param_groups[0]["momentum"] != 0.5:
             raise ValueError(
                 f"{self.name} changes the momentum too, which stores do not support; give cycle_momentum=False"
             )
         self.awaited_metric = self._metric if isinstance(self._scheduler, ReduceLROnPlateau) else None  # "": any
         self.state()  # fail now rather than in the first checkpoint
+
+    @property
+    def name(self) -> str:
+        """The name of the scheduler's class."""
+        return type(self._scheduler).__name__
 
     def __call__(self, epoch: int = 0, batch: int = 0) -> float:  # noqa: ARG002  the signature of a Schedule
         """Return the rate of the next update."""

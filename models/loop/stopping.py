@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from gangline.models.arguments import check_int, check_number
-from gangline.models.balance.balancer import WorkerBalance
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam, check_metric, is_better, worst
 from gangline.models.metrics.metric import reported_name
 from gangline.models.workers import Workers

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeGuard
 
@@ -25,9 +25,6 @@ from gangline.models.data.batches import Batch
 _log = logging.getLogger("gangline")
 Loss = nn.Module | Callable[..., torch.Tensor] | None
 Normalizer = Callable[[Any], float]
-_INITIAL_SCALE = 2.0**16
-_GROWTH_INTERVAL = 2000  # updates without an overflow before the scale doubles
-_MINIMUM = 1.0  # a smaller scale does not help gradients that overflow without scaling
 
 _MODULE_OF: dict[Any, type[nn.Module]] = {
     F.binary_cross_entropy: nn.BCELoss,
@@ -281,54 +278,3 @@ def _device(output: Batch) -> torch.device:
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values() if isinstance(output, dict) else output))
     return output.device
-
-
-def all_finite(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return whether all gradients are finite: one flag, shape (), for all devices, on a GPU if there is one.
-
-    The host does not wait for it here. It waits once when it reads the flag, after it has launched the step's other
-    work.
-    """
-    on_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            on_device.setdefault(gradient.device, []).append(gradient)
-    flags = [torch.stack(torch._foreach_norm(one, math.inf)).isfinite().all() for one in on_device.values()]
-    if not flags:
-        return torch.tensor(True, device="cpu")
-    target = next((flag.device for flag in flags if flag.is_cuda), flags[0].device)  # a copy to the host would wait
-    return torch.stack([flag.to(target, non_blocking=True) for flag in flags]).all()
-
-
-class LossScale:
-    """Scale of float16 losses: a power of two that halves when gradients overflow, and doubles after many without.
-
-    Many gradients of float16 activations are small enough to round to zero. They are computed from the loss times the
-    scale, and divided by it before the update (Micikevicius et al., "Mixed precision training", 2018). The constants
-    are those of torch.amp.GradScaler.
-    """
-
-    def __init__(self) -> None:
-        self.value = _INITIAL_SCALE
-        self.skipped = 0
-        """Number of consecutive skipped steps."""
-        self._growth_tracker = 0
-
-    def accepts(self, overflowed: bool) -> bool:
-        """Adapt the scale to a step; return False if its gradients have overflowed and it must be skipped."""
-        if not overflowed:
-            self._growth_tracker, self.skipped = self._growth_tracker + 1, 0
-            if self._growth_tracker == _GROWTH_INTERVAL:
-                self.value, self._growth_tracker = self.value * 2, 0
-            return True
-        self.value, self._growth_tracker = max(self.value / 2, _MINIMUM), 0
-        self.skipped += 1
-        return False
-
-    def state(self) -> dict[str, Any]:
-        """Return plain data for a checkpoint."""
-        return {"value": self.value, "calm": self._growth_tracker}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.value, self._growth_tracker = float(state["value"]), int(state["calm"])

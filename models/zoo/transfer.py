@@ -197,10 +197,9 @@ def _last_layer(network: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
 
 
 def _replace(network: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, count: int) -> list[str]:
-    make: Any = type(layer)
     is_linear = isinstance(layer, nn.Linear)
     sizes = (layer.in_features, count) if is_linear else (layer.in_channels, count, 1, layer.stride, layer.padding)
-    new: nn.Module = make(*sizes, bias=layer.bias is not None, device="cpu", dtype=torch.float32)
+    new = type(layer)(*sizes, bias=layer.bias is not None, device="cpu", dtype=torch.float32)  # type: ignore[arg-type]
     new.to(layer.weight.device, layer.weight.dtype).train(layer.training)
     parent, _, own = name.rpartition(".")
     setattr(network.get_submodule(parent), own, new)

@@ -20,7 +20,7 @@ from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
-from gangline.models.balance.balancer import WorkerBalance
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.stopping import EarlyStopping, StopExchange, received_signal, stop_on

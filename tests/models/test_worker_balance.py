@@ -28,7 +28,8 @@ from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.models.balance import speed_model
-from gangline.models.balance.balancer import ElapsedTime, WorkerBalance
+from gangline.models.balance.balancer import ElapsedTime
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.page import TrainingProgress, read_progress

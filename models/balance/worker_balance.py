@@ -1,0 +1,139 @@
+"""Load balancing between workers: their times of computing and waiting, and a split that follows measured speed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gangline.models.balance.balancer import Balancer, ElapsedTime
+from gangline.models.balance.speed_model import TRIAL_BATCHES, SpeedModel
+from gangline.models.workers import Workers
+
+_SILENT = logging.Logger("gangline.silent", logging.CRITICAL + 1)
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """Times of a worker in an epoch."""
+
+    computed: float
+    """Seconds of forward and backward."""
+    waited: float
+    """Seconds in which it waited for the store, and through it for other workers, without computing."""
+    context_loads: list[float]
+    """Loads of its contexts at the end."""
+
+
+class WorkerBalance:
+    """Measures this worker while it trains, and splits batches over the workers of the job by their measured speeds.
+
+    The speed of a worker is that of all its contexts, without waits. Measurements are piggybacked on the exchanges of
+    stop requests, plus one message at each epoch's start. All workers derive the loads from the same measurements, so
+    the loads are equal on all workers at every batch.
+    """
+
+    def __init__(self, workers: Workers, logger: logging.Logger, *, best_split: bool) -> None:
+        """Start with the loads of ``workers``.
+
+        With ``best_split`` the speed of this worker assumes the best split over its contexts, because their loads also
+        follow measured speeds; otherwise the current split.
+        """
+        self._workers, self._logger, self._best_split = workers, logger, best_split
+        names = [f"worker {rank}" for rank in range(workers.count)]
+        speeds = SpeedModel(names, logger if workers.is_first else _SILENT, minimum=workers.minimum, averages=True)
+        self._balancer = Balancer(speeds, partial(workers.all_gather, name="begin_epoch"))
+        self._is_shared, self._reads_ahead = True, 0
+        self._trial_left: int | None = None
+        self._computed = 0.0
+        self.reports: list[WorkerReport] = []
+        """Times of all workers in the last epoch, by rank; empty before its end."""
+
+    def record(self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
+        """Record samples and compute time of each replica in a batch; ``step`` is the same on all workers."""
+        if self._workers.count > 1:
+            self._balancer.record(step, samples, times, partial(self._together, in_turn))
+            self._balancer.measure()
+            if self._trial_left is not None:
+                self._trial_left -= 1
+
+    def _together(self, in_turn: bool, samples: Sequence[int], seconds: Sequence[float]) -> float:
+        """Return the time with the current split over the replicas, or with the best split for their speeds."""
+        measured = [(count, took) for count, took in zip(samples, seconds, strict=True) if count and took]
+        times = [took for _, took in measured]
+        together = sum(times) if in_turn else max(times, default=0.0)
+        self._computed += together
+        if self._best_split and measured and not in_turn:
+            return sum(samples) / sum(count / took for count, took in measured)
+        return together
+
+    def begin_fit(self, *, is_shared: bool, reads_ahead: int) -> None:
+        """Prepare for a run of `fit`; ``reads_ahead`` is the number of batches that a worker may read early."""
+        self._is_shared, self._reads_ahead = is_shared, reads_ahead
+        self._computed = 0.0
+        if self._workers.is_auto and not is_shared and self._workers.is_first:
+            self._logger.warning(
+                "the loads of the workers are auto, but train_data holds batches of each worker's own, which are not "
+                "split; give arrays or a Dataset with the samples of the whole job"
+            )
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._workers.is_auto and self._is_shared
+
+    @property
+    def is_urgent(self) -> bool:
+        """True, on all workers, if messages should be exchanged now because the trial of an idle worker is over."""
+        return self._trial_left is not None and self._trial_left <= 0
+
+    def message(self) -> Any:
+        """Return the measurements since the last message, as plain data, to be gathered from all workers."""
+        return self._balancer.message(wait=self.is_urgent) if self._is_measured else None
+
+    def receive(self, messages: Sequence[Any], batch: int) -> None:
+        """Record all workers' messages before the batch with this index, and update the loads if due."""
+        if not self._is_measured:
+            return
+        if self.is_urgent:
+            self._trial_left = None
+        if self._balancer.receive(messages):
+            self._workers.set_loads(self._balancer.loads, batch + self._reads_ahead)
+
+    def begin_epoch(self) -> None:
+        """Update the loads from all measurements. Collective if the loads follow measured speeds."""
+        if self._is_measured:
+            self._trial_left = TRIAL_BATCHES if self._balancer.begin_epoch() else None
+            self._workers.set_loads(self._balancer.loads)
+
+    def report(self, seconds: float, waited: float, context_loads: Sequence[float]) -> list[Any]:
+        """Return this worker's times of an epoch of ``seconds``, as plain data, to be gathered from all workers."""
+        self._balancer.measure(wait=True)
+        computed, self._computed = self._computed, 0.0
+        # The host's waits include waits for its own GPU, which computes meanwhile.
+        return [computed, max(0.0, min(waited, seconds - computed)), list(context_loads)]
+
+    def log_epoch(self, epoch: int, reports: Sequence[Any]) -> None:
+        """Store each worker's `report` by rank; log them on rank 0."""
+        self.reports = [WorkerReport(*report) for report in reports]
+        if self._workers.is_first:
+            loads = self._workers.loads
+            texts = [_described(rank, loads[rank], report) for rank, report in enumerate(self.reports)]
+            self._logger.info("Epoch[%d] %s", epoch, "; ".join(texts))
+
+    def state(self) -> dict[str, Any] | None:
+        """Return plain data for a checkpoint, equal on all workers; None if the loads are fixed."""
+        return self._balancer.speeds.state() if self._workers.is_auto else None
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state` returned; with another number of workers, start from equal loads and log a warning."""
+        if self._workers.is_auto and state is not None:
+            self._balancer.speeds.load_state(state)
+            self._workers.set_loads(self._balancer.loads)
+
+
+def _described(rank: int, load: float, report: WorkerReport) -> str:
+    contexts = report.context_loads
+    split = f" (contexts {', '.join(f'{each:.3g}' for each in contexts)})" if len(contexts) > 1 else ""
+    return f"worker {rank}: load {load:.3g}{split}, computed {report.computed:.3f} s, waited {report.waited:.3f} s"
