@@ -47,10 +47,6 @@ class StepTimes:
             slope = min(slope, seconds / size)  # no step takes less than no time
         return seconds + slope * (batch_size - size)
 
-    def with_point(self, batch_size: float, seconds: float) -> StepTimes:
-        """Return the times with one more batch size that was measured."""
-        return StepTimes(self.count, tuple(sorted({**dict(self.points), batch_size: seconds}.items())))
-
     def wins_from(self, others: Sequence[StepTimes]) -> int | None:
         """Return the batch size from which a step is shorter than those of all others; None if there is none."""
 
@@ -90,7 +86,10 @@ def refined(
         except UsageError:
             break
         tried.append(size)
-        times = [one.with_point(*point) for one, point in zip(times, points, strict=True)]
+        times = [
+            StepTimes(one.count, tuple(sorted((dict(one.points) | dict([point])).items())))
+            for one, point in zip(times, points, strict=True)
+        ]
     return times
 
 

@@ -223,9 +223,19 @@ class _Trace:
         return {name: total / len(steps) for name, total in totals.items()}
 
     def steps(self) -> list[Step]:
-        """Return the steps after the first backward."""
-        backwards = _merged(self._spans["backward"])
+        """Return the steps after the first backward; the backwards of several threads before an exchange are one."""
         exchanged = sorted(end for name in ("exchange", "update") for _, end, _ in self._spans[name])
+        backwards: list[Span] = []
+        threads: set[int] = set()
+        for begin, end, event in self._spans["backward"]:
+            last = backwards[-1][1] if backwards else begin
+            has_ended = bisect.bisect_left(exchanged, last) < bisect.bisect_right(exchanged, begin)
+            if backwards and (begin < last or not (has_ended or event["tid"] in threads)):
+                backwards[-1] = backwards[-1][0], max(end, last), event
+            else:
+                backwards.append((begin, end, event))
+                threads.clear()
+            threads.add(event["tid"])
         ends = []
         for (_, end, _), (following, *_) in pairwise([*backwards, (float("inf"), 0.0, {})]):
             number = bisect.bisect_left(exchanged, following)

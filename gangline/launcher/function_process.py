@@ -7,11 +7,8 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
@@ -19,7 +16,7 @@ from multiprocessing.spawn import prepare
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gangline.collectives.environments.job_key import JobKey, job_key
+from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.launcher.job import Process
 from gangline.launcher.local import run
@@ -77,38 +74,6 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)  # noqa: S301
 
 
-def start_launcher(
-    table: Sequence[Process],
-    environment: Mapping[str, str],
-    grace: float,
-    *,
-    stdout: int | None,
-    stderr: int | None,
-    failure: int,
-) -> subprocess.Popen[bytes]:
-    """Start the launcher of a job as a child process, which ends with this process and kills all processes of the job.
-
-    ``grace``: seconds from SIGTERM until processes are killed; ``failure``: descriptor for the text that names the
-    first failure. The job has the key of this process, or a new one.
-    """
-    inherited = job_key()  # the launcher does not inherit its descriptor
-    key = None if inherited is None else inherited.hex()
-    popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
-        (sys.executable, "-c", f"from {__name__} import launch_job; launch_job()"),
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        stderr=stderr,
-        bufsize=0,
-        pass_fds=(failure,),
-        start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
-    )
-    assert popen.stdin is not None
-    with suppress(BrokenPipeError), popen.stdin as pipe:
-        pipe.write(json.dumps([os.getpid(), failure, key, grace, [asdict(one) for one in table]]).encode())
-    return popen
-
-
 def search_path(inherited: Mapping[str, str]) -> str:
     """Return PYTHONPATH with the folder that holds this package, where the job's processes import it."""
     given = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -116,7 +81,7 @@ def search_path(inherited: Mapping[str, str]) -> str:
 
 
 def launch_job() -> None:
-    """Run the launcher of a job, as `start_launcher` describes it, and exit with the job's code."""
+    """Run the launcher of a job, which `functions.launch` has started, and exit with the job's code."""
     parent, failure, digits, grace, table = json.load(sys.stdin)
     die_with_parent(parent, signal.SIGTERM)
     key = JobKey.from_hex(digits) if digits else JobKey.new()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import logging
 import os
 import selectors
@@ -11,10 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.spawn import get_preparation_data
 from typing import IO, Any, Literal, TextIO
 
+from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
 from gangline.collectives.workload import check_work_load_list
 from gangline.launcher import function_process
@@ -24,7 +26,6 @@ from gangline.launcher.function_process import (
     pack,
     read_result,
     search_path,
-    start_launcher,
 )
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 from gangline.launcher.topology import read_host
@@ -125,14 +126,28 @@ def launch(
 
 
 class _Launcher:
-    """Launcher of a job as a child process; its output goes to sys.stdout and sys.stderr."""
+    """Launcher of a job as a child process, which ends with this one; its output goes to sys.stdout and sys.stderr."""
 
     def __init__(self, table: Sequence[Process], environment: Mapping[str, str], failure: int, grace: float) -> None:
         own = {pipe: _is_own(pipe, fd) for pipe, fd in ((sys.stdout, 1), (sys.stderr, 2))}
         for pipe in own:
             pipe.flush()
         stdout, stderr = (None if own[pipe] else subprocess.PIPE for pipe in (sys.stdout, sys.stderr))
-        self._popen = start_launcher(table, environment, grace, stdout=stdout, stderr=stderr, failure=failure)
+        inherited = job_key()  # the launcher does not inherit its descriptor; None: it makes a key
+        key = None if inherited is None else inherited.hex()
+        self._popen = subprocess.Popen(  # noqa: S603  this interpreter; the processes are those of the job
+            (sys.executable, "-c", f"from {function_process.__name__} import launch_job; launch_job()"),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            bufsize=0,
+            pass_fds=(failure,),
+            start_new_session=True,  # a Ctrl-C of the terminal reaches this program only, which stops the job
+        )
+        assert self._popen.stdin is not None
+        with suppress(BrokenPipeError), self._popen.stdin as pipe:
+            pipe.write(json.dumps([os.getpid(), failure, key, grace, [asdict(one) for one in table]]).encode())
         self._selector = selectors.DefaultSelector()
         for source, target in ((self._popen.stdout, sys.stdout), (self._popen.stderr, sys.stderr)):
             if source is not None:
