@@ -15,14 +15,8 @@ import torch
 from gangline import Communicator, spawn
 from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.buckets import Bucket, plan
-from tests.kvstore.keyed import Told, said, work
-
-
-@pytest.fixture(scope="module")
-def told() -> Told:
-    return work(2, _out_of_order, _compressed, _updater, _join_compressed, _join_wrongly) | work(
-        3, _buckets, _differences, _join
-    )
+from tests.kvstore.keyed import said, work
+from tests.kvstore.parameter_server.cases import check
 
 
 def numbers(rank: int, shape: tuple[int, ...] = (2, 3), stride: int = 2) -> torch.Tensor:
@@ -40,37 +34,12 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.
     return out
 
 
-# Order
+# Cases, on stores of two or three workers
 
 
-def _out_of_order(kv: KVStore) -> list[torch.Tensor]:
-    keys = list(range(6))
-    kv.init(keys, [torch.zeros(4, dtype=torch.float64)] * 6)
-    outs = [torch.empty(4, dtype=torch.float64) for _ in keys]
-    works = []
-    for key in keys:
-        priority = key if kv.rank else -key
-        works.append(kv.push(key, numbers(kv.rank, (4,), key), priority, async_op=True))
-        works.append(kv.pull(key, outs[key], -priority, async_op=True))
-    kv.barrier()
-    for one in works:
-        one.wait()
-    return outs
-
-
-def test_asynchronous_calls_run_in_call_order_whatever_their_priority(told: Told) -> None:
-    for outs in told[_out_of_order]:
-        for key, out in enumerate(outs):
-            assert torch.equal(out, total(2, (4,), key))
-
-
-# Buckets
-
-
-def _bucket(kv: KVStore) -> Bucket:
-    tensors = [("a", numbers(40)), ("b", numbers(40, (5,))), ("c", numbers(40, (1, 1)))]
-    kv.init([key for key, _ in tensors], [tensor for _, tensor in tensors])
-    (bucket,) = plan(tensors, 1 << 20)
+def _bucket(kv: KVStore, tensors: dict[Any, torch.Tensor]) -> Bucket:
+    kv.init(list(tensors), list(tensors.values()))
+    (bucket,) = plan(list(tensors.items()), 1 << 20)
     kv.fuse(bucket)
     return bucket
 
@@ -82,151 +51,201 @@ def _flat(bucket: Bucket, rank: int) -> torch.Tensor:
     return flat
 
 
-def _buckets(kv: KVStore) -> list[Any]:
-    bucket = _bucket(kv)
-    results: list[Any] = []
-
-    def note() -> None:
-        flat = bucket.empty(torch.device("cpu"))
-        kv.pull_bucket(bucket, [flat])
-        results.append({key: view.clone() for key, view in bucket.views(flat).items()})
-
-    kv.push_bucket(bucket, [_flat(bucket, kv.rank)])
-    note()
-    kv.push_bucket(bucket, [_flat(bucket, kv.rank), _flat(bucket, kv.rank)], async_op=True)
-    note()
-    views = bucket.views(_flat(bucket, kv.rank + 1))
-    kv.push_bucket(bucket, [{"a": views["a"]}, {"a": views["a"], "b": views["b"]}][: kv.rank + 1], ["a", "b"])
-    note()  # rank 0 has nothing for b, and nobody has for c
-    kv.push_bucket(bucket, [_flat(bucket, kv.rank)] if kv.rank else [{}], None if kv.rank else [])
-    note()
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    address = kv._flats[bucket].sum.data_ptr()  # type: ignore[attr-defined]
-    borders = [[int(border, 16) for border in line.split()[0].split("-")] for line in maps]
-    (home,) = [line for line, (begin, end) in zip(maps, borders, strict=True) if begin <= address < end]
-    return [*results, home]
+def asynchronous_calls_run_in_call_order_whatever_their_priority(kv: KVStore) -> None:
+    keys = list(range(6))
+    kv.init(keys, [torch.zeros(4, dtype=torch.float64)] * 6)
+    outs = [torch.empty(4, dtype=torch.float64) for _ in keys]
+    works = []
+    for key in keys:
+        priority = key if kv.rank else -key
+        works.append(kv.push(key, numbers(kv.rank, (4,), key), priority, async_op=True))
+        works.append(kv.pull(key, outs[key], -priority, async_op=True))
+    kv.barrier()
+    for one in works:
+        one.wait()
+    for key, out in enumerate(outs):
+        assert torch.equal(out, total(2, (4,), key))
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(told: Told, transport: str) -> None:
-    size = 3
-    shapes = {"a": (2, 3), "b": (5,), "c": (1, 1)}
-    results = told if transport == "auto" else work(size, _buckets, transport=transport)
-    for one, two, some, others, home in results[_buckets]:
-        for place, (key, shape) in enumerate(shapes.items()):
-            whole = total(size, shape, place + 1)
-            assert torch.equal(one[key], whole)
-            assert torch.equal(two[key], 2 * whole)
-            alone = total(size, shape, place + 1) - numbers(0, shape, place + 1)
-            assert torch.equal(others[key], alone)
-        extra = [numbers(rank + 1, shapes["a"], 1) * min(rank + 1, 2) for rank in range(size)]
-        assert torch.equal(some["a"], torch.stack(extra).sum(0))
-        assert torch.equal(some["b"], sum(numbers(rank + 1, shapes["b"], 2) for rank in range(1, size)))
-        assert torch.equal(some["c"], two["c"])
-        assert ("memfd" in home) is (transport == "auto")  # what all ranks of the host can reach
-
-
-def _bucket_of_two(kv: KVStore) -> Bucket:
-    kv.init(["p", "q"], [numbers(0), numbers(0)])
-    (bucket,) = plan([("p", numbers(0)), ("q", numbers(0))], 1 << 20)
-    kv.fuse(bucket)
-    return bucket
-
-
-# Compression
-
-
-def _compressed(kv: KVStore) -> list[Any]:
+def compressed_pushes_are_gathered_and_keep_their_residuals(kv: KVStore) -> tuple[str, str]:
     kv.init(["w", "i", "t"], [torch.zeros(5), torch.zeros(2, dtype=torch.int64), torch.zeros(3, 2)])
     kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
     gradient = torch.tensor([0.3, -0.6, 0.2, 0.9, 0.0]) * (kv.rank + 1)
-    results: list[Any] = []
-    for _ in range(2):
+    # Rank 0 sends what reaches 0.5 of (0.3, -0.6, 0.2, 0.9, 0), rank 1 of twice that; then of what is left, too.
+    for expected in ([0.5, -1.0, 0.0, 1.0, 0.0], [1.0, -1.0, 0.5, 1.0, 0.0]):
         kv.push(["w", "i"], [gradient, torch.tensor([kv.rank, 3])])
-        results.append(pulled(kv, "w", (5,), torch.float32))
-    results += [kv.compression_residuals()['"w"/0'], pulled(kv, "i", (2,), torch.int64)]
+        assert pulled(kv, "w", (5,), torch.float32).tolist() == expected
+    residual = kv.compression_residuals()['"w"/0']
+    left = torch.tensor([0.2, -1.4, 0.3, 2.6, 0.0] if kv.rank else [0.1, -0.2, 0.4, 0.8, 0.0])
+    torch.testing.assert_close(residual, left, rtol=0, atol=1e-6)
+    assert pulled(kv, "i", (2,), torch.int64).tolist() == [1, 6]
     kv.push("t", RowSparse([kv.rank], torch.tensor([[0.125, 7.0]]), (3, 2)))
-    results.append(pulled(kv, "t", (3, 2), torch.float32))
-    broken = gradient.clone()
-    broken[kv.rank] = math.nan if kv.rank == 1 else 0.3
-    results.append(said(lambda: kv.push("w", broken)))
-    results.append(kv.compression_residuals()['"w"/0'])
-    return results
+    assert pulled(kv, "t", (3, 2), torch.float32).tolist() == [[0.125, 7.0], [0.125, 7.0], [0.0, 0.0]]
+    gradient[kv.rank] = math.nan if kv.rank == 1 else 0.3
+    name, text = said(lambda: kv.push("w", gradient))
+    assert name == "MismatchError"
+    assert "rank 1 of 2: push of ['w'] was refused: the gradient of key 'w' holds NaN" in text
+    assert torch.equal(kv.compression_residuals()['"w"/0'], residual)
+    return name, text
 
 
-def test_compressed_pushes_are_gathered_and_keep_their_residuals(told: Told) -> None:
-    results = told[_compressed]
-    for rank, (first, second, residual, whole, rows, error, after) in enumerate(results):
-        # Rank 0 sends what reaches 0.5 of (0.3, -0.6, 0.2, 0.9, 0), rank 1 of twice that; then of what is left, too.
-        assert first.tolist() == [0.5, -1.0, 0.0, 1.0, 0.0]
-        assert second.tolist() == [1.0, -1.0, 0.5, 1.0, 0.0]
-        expected = torch.tensor([0.1, -0.2, 0.4, 0.8, 0.0] if rank == 0 else [0.2, -1.4, 0.3, 2.6, 0.0])
-        torch.testing.assert_close(residual, expected, rtol=0, atol=1e-6)
-        assert whole.tolist() == [1, 6]
-        assert rows.tolist() == [[0.125, 7.0], [0.125, 7.0], [0.0, 0.0]]
-        assert error == results[0][5]
-        assert error[0] == "MismatchError"
-        assert "rank 1 of 2: push of ['w'] was refused: the gradient of key 'w' holds NaN" in error[1]
-        assert torch.equal(after, residual)
+def a_joined_rank_keeps_its_residuals(kv: KVStore) -> None:
+    kv.init("joined", torch.zeros(5))
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.push("joined", torch.full((5,), 1.25))
+    if kv.rank:
+        kv.push("joined", torch.full((5,), 1.25))
+    kv.join()
+    assert pulled(kv, "joined", (5,), torch.float32).tolist() == [0.5] * 5
+    assert kv.compression_residuals()['"joined"/0'].tolist() == [1.5 if kv.rank else 0.75] * 5
+    kv.set_gradient_compression(None)
 
 
-# Updaters
+def init_is_refused_while_a_rank_has_joined(kv: KVStore) -> int:
+    name, text = said(kv.join) if kv.rank else said(lambda: kv.init("late", numbers(0)))
+    assert name == "MismatchError"
+    assert "rank 0 called init, but rank 1 of 2 joined; expected only pushes, updates, barriers and exchanges" in text
+    kv.init("late", numbers(0))
+    if not kv.rank:
+        kv.exchange(b"alone")
+    last = kv.join()
+    assert last == 0
+    return last
 
 
-def _updater(kv: KVStore) -> torch.Tensor:
+def an_updater_gets_the_sum_of_all(kv: KVStore) -> None:
     def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
         stored += 2 * summed
 
-    kv.init(0, numbers(0))
+    kv.init("updated", numbers(0))
     kv.set_updater(update)
-    kv.push(0, numbers(kv.rank))
-    return pulled(kv, 0)
+    kv.push("updated", numbers(kv.rank))
+    assert torch.equal(pulled(kv, "updated"), numbers(0) + 2 * total(2))
 
 
-def test_an_updater_gets_the_sum_of_all(told: Told) -> None:
-    for found in told[_updater]:
-        assert torch.equal(found, numbers(0) + 2 * total(2))
-
-
-# Differences
-
-
-def _differences(kv: KVStore) -> list[Any]:
-    kv.init(["a", "b"], [numbers(0), numbers(0, (4,))])
-    bucket = plan([("a", numbers(0)), ("b", numbers(0, (4,)))], 1 << 20)
-    other = plan([("b", numbers(0, (4,))), ("a", numbers(0))], 1 << 20)
-    fused = next(iter(other if kv.rank == 1 else bucket))
-    found = [
-        said(lambda: kv.push("b" if kv.rank == 1 else "a", numbers(0, (4,)) if kv.rank == 1 else numbers(0))),
-        said(lambda: kv.push_weighted("a", numbers(0), -1.0 if kv.rank == 1 else 1.0)),
-        said(lambda: kv.push("nothing", numbers(0)) if kv.rank == 1 else kv.barrier()),
-        said(lambda: kv.fuse(fused)),
+def test_two_workers() -> None:
+    cases = [
+        asynchronous_calls_run_in_call_order_whatever_their_priority,
+        compressed_pushes_are_gathered_and_keep_their_residuals,
+        a_joined_rank_keeps_its_residuals,
+        init_is_refused_while_a_rank_has_joined,
+        an_updater_gets_the_sum_of_all,
     ]
-    alike = [
-        said(lambda: kv.init("uint16", torch.zeros(2, dtype=torch.uint16))),
-        said(lambda: kv.load_optimizer_states("/nowhere")),
-    ]
+    check("allreduce", 2, 0, cases)
+
+
+def differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing(kv: KVStore) -> list[tuple[str, str]]:
+    odd, other = kv.rank == 1, numbers(0, (4,))
+    kv.init(["a", "b"], [numbers(0), other])
+    tensors = [("a", numbers(0)), ("b", other)]
+    (fused,) = plan(tensors[::-1] if odd else tensors, 1 << 20)
+    found = []
+    for call, words in (
+        (
+            lambda: kv.push("b", other) if odd else kv.push("a", numbers(0)),
+            "rank 0 called push of ['a'], rank 1 called push of ['b']",
+        ),
+        (
+            lambda: kv.push_weighted("a", numbers(0), -1.0 if odd else 1.0),
+            "rank 1 of 3: push_weighted was refused: weight is -1.0",
+        ),
+        (
+            lambda: kv.push("nothing", numbers(0)) if odd else kv.barrier(),
+            "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; "
+            "rank 0 called barrier",
+        ),
+        (lambda: kv.fuse(fused), "fuse: place 0 has key 'a' (2, 3) with strides (3, 1) at 0 on rank 0, but key 'b'"),
+    ):
+        found.append(said(call))
+        assert found[-1][0] == "MismatchError"
+        assert words in found[-1][1]
+    assert said(lambda: kv.init("uint16", torch.zeros(2, dtype=torch.uint16)))[0] == "TypeError"
+    assert said(lambda: kv.load_optimizer_states("/nowhere"))[0] == "RuntimeError"
     kv.push("a", numbers(kv.rank))  # works as before
-    return [found, alike, pulled(kv, "a")]
+    assert torch.equal(pulled(kv, "a"), total(3))
+    return found
 
 
-WORDS = [
-    "rank 0 called push of ['a'], rank 1 called push of ['b']",
-    "rank 1 of 3: push_weighted was refused: weight is -1.0",
-    "rank 1 of 3: push was refused: key 'nothing' was not initialised; known keys: ['a', 'b']; rank 0 called barrier",
-    "fuse: place 0 has key 'a' (2, 3) with strides (3, 1) at 0 on rank 0, but key 'b'",
-]
+STEPS = 2
+"""Steps of rank 0; each rank makes so many more than the one before."""
 
 
-def test_differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing(told: Told) -> None:
-    results = told[_differences]
-    for found, alike, value in results:
-        assert found == results[0][0]
-        for (name, text), words in zip(found, WORDS, strict=True):
-            assert name == "MismatchError"
-            assert words in text
-        assert [name for name, _ in alike] == ["TypeError", "RuntimeError"]
-        assert torch.equal(value, total(3))
+def a_joined_rank_is_left_out_of_rounds_until_all_have_joined(kv: KVStore) -> int:
+    size = 3
+    bucket = _bucket(kv, {"p": numbers(0), "q": numbers(0)})
+    kv.init(["w", "t"], [numbers(0), torch.zeros(4, 2, dtype=torch.float64)])
+    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
+    flat = bucket.empty(torch.device("cpu"))
+    for view in bucket.views(flat).values():
+        view.copy_(numbers(kv.rank))
+    weight, plain, rows = numbers(0), numbers(0), torch.zeros(4, 2, dtype=torch.float64)
+    for step in range(STEPS * size):
+        active = [rank for rank in range(size) if step < STEPS * (rank + 1)]
+        weight = weight - sum(numbers(rank) for rank in active) / len(active)
+        plain = plain - sum(numbers(rank) for rank in active)
+        rows[active] -= 1
+        if kv.rank in active:
+            kv.push_weighted("w", numbers(kv.rank), 1.0)
+            kv.push("t", RowSparse([kv.rank], torch.ones(1, 2, dtype=torch.float64), (4, 2)))
+            kv.push_bucket(bucket, [flat], async_op=True)
+            if step % 2:
+                kv.barrier()
+    last = kv.join()
+    assert last == size - 1
+    torch.testing.assert_close(pulled(kv, "w"), weight, rtol=1e-13, atol=1e-13)
+    for key in ("p", "q"):
+        assert torch.equal(pulled(kv, key), plain)
+    assert torch.equal(pulled(kv, "t", (4, 2)), rows)
+    kv.push("w", numbers(kv.rank))  # all ranks take part again
+    torch.testing.assert_close(pulled(kv, "w"), weight - total(size), rtol=1e-13, atol=1e-13)
+    return last
+
+
+def test_three_workers() -> None:
+    cases = [
+        differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing,
+        a_joined_rank_is_left_out_of_rounds_until_all_have_joined,
+    ]
+    check("allreduce", 3, 0, cases)
+
+
+def _reduces_buckets(kv: KVStore) -> bool:
+    """Return whether the sum is in memory that all ranks of the host can reach."""
+    size = 3
+    shapes = {"a": (2, 3), "b": (5,), "c": (1, 1)}
+    bucket = _bucket(kv, {key: numbers(40, shape) for key, shape in shapes.items()})
+
+    def check_sums(*expected: torch.Tensor) -> None:
+        flat = bucket.empty(torch.device("cpu"))
+        kv.pull_bucket(bucket, [flat])
+        for view, of_key in zip(bucket.views(flat).values(), expected, strict=True):
+            assert torch.equal(view, of_key)
+
+    whole = [total(size, shape, place + 1) for place, shape in enumerate(shapes.values())]
+    kv.push_bucket(bucket, [_flat(bucket, kv.rank)])
+    check_sums(*whole)
+    kv.push_bucket(bucket, [_flat(bucket, kv.rank), _flat(bucket, kv.rank)], async_op=True)
+    check_sums(*(2 * one for one in whole))
+    views = bucket.views(_flat(bucket, kv.rank + 1))
+    kv.push_bucket(bucket, [{"a": views["a"]}, {"a": views["a"], "b": views["b"]}][: kv.rank + 1], ["a", "b"])
+    of_a = torch.stack([numbers(rank + 1, (2, 3), 1) * min(rank + 1, 2) for rank in range(size)]).sum(0)
+    of_b = torch.stack([numbers(rank + 1, (5,), 2) for rank in range(1, size)]).sum(0)
+    check_sums(of_a, of_b, 2 * whole[2])  # rank 0 has nothing for b, and nobody has for c
+    kv.push_bucket(bucket, [_flat(bucket, kv.rank)] if kv.rank else [{}], None if kv.rank else [])
+    check_sums(
+        *(one - numbers(0, shape, n) for n, (one, shape) in enumerate(zip(whole, shapes.values(), strict=True), 1))
+    )
+    address = kv._flats[bucket].sum.data_ptr()  # type: ignore[attr-defined]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(border, 16) for border in line.split()[0].split("-"))
+        if begin <= address < end:
+            return "memfd" in line
+    return False
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_bucket_is_reduced_as_one_whichever_keys_a_worker_has(transport: str) -> None:
+    assert work(3, _reduces_buckets, transport=transport)[_reduces_buckets] == [transport == "auto"] * 3
 
 
 def _failed(comm: Communicator) -> list[Any]:
@@ -250,81 +269,6 @@ def test_after_a_failed_collective_every_call_raises_its_error() -> None:
     assert behind == [first] * 6
     assert others[0] == first
     assert {name for name, _ in others} == {"MismatchError"}
-
-
-# Joining
-
-
-STEPS = 2
-"""Steps of rank 0; each rank makes so many more than the one before."""
-
-
-def _join(kv: KVStore) -> list[Any]:
-    bucket = _bucket_of_two(kv)
-    kv.init(["w", "t"], [numbers(0), torch.zeros(4, 2, dtype=torch.float64)])
-    kv.set_optimizer(("sgd", {"learning_rate": 1.0}))
-    flat = bucket.empty(torch.device("cpu"))
-    for view in bucket.views(flat).values():
-        view.copy_(numbers(kv.rank))
-    for step in range(STEPS * (kv.rank + 1)):
-        kv.push_weighted("w", numbers(kv.rank), 1.0)
-        kv.push("t", RowSparse([kv.rank], torch.ones(1, 2, dtype=torch.float64), (4, 2)))
-        kv.push_bucket(bucket, [flat], async_op=True)
-        if step % 2:
-            kv.barrier()
-    last = kv.join()
-    results = [last, *(pulled(kv, key) for key in ("w", "p", "q")), pulled(kv, "t", (4, 2))]
-    kv.push("w", numbers(kv.rank))  # all ranks take part again
-    return [*results, pulled(kv, "w")]
-
-
-def test_a_joined_rank_is_left_out_of_rounds_until_all_have_joined(told: Told) -> None:
-    size = 3
-    weight, plain, rows = numbers(0), numbers(0), torch.zeros(4, 2, dtype=torch.float64)
-    for step in range(STEPS * size):
-        active = [rank for rank in range(size) if step < STEPS * (rank + 1)]
-        weight = weight - sum(numbers(rank) for rank in active) / len(active)
-        plain = plain - sum(numbers(rank) for rank in active)
-        rows[active] -= 1
-    for last, w, p, q, t, again in told[_join]:
-        assert last == size - 1
-        torch.testing.assert_close(w, weight, rtol=1e-13, atol=1e-13)
-        assert torch.equal(p, plain)
-        assert torch.equal(q, plain)
-        assert torch.equal(t, rows)
-        torch.testing.assert_close(again, weight - total(size), rtol=1e-13, atol=1e-13)
-
-
-def _join_compressed(kv: KVStore) -> list[Any]:
-    kv.init("w", torch.zeros(5))
-    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
-    kv.push("w", torch.full((5,), 1.25))
-    if kv.rank:
-        kv.push("w", torch.full((5,), 1.25))
-    kv.join()
-    return [pulled(kv, "w", (5,), torch.float32), kv.compression_residuals()['"w"/0']]
-
-
-def test_a_joined_rank_keeps_its_residuals(told: Told) -> None:
-    for rank, (value, residual) in enumerate(told[_join_compressed]):
-        assert value.tolist() == [0.5] * 5
-        assert residual.tolist() == [1.5 if rank else 0.75] * 5
-
-
-def _join_wrongly(kv: KVStore) -> list[Any]:
-    error = said(kv.join) if kv.rank else said(lambda: kv.init("a", numbers(0)))
-    kv.init("a", numbers(0))
-    if not kv.rank:
-        kv.exchange(b"alone")
-    return [error, kv.join()]
-
-
-def test_init_is_refused_while_a_rank_has_joined(told: Told) -> None:
-    for error, last in told[_join_wrongly]:
-        words = "rank 0 called init, but rank 1 of 2 joined; expected only pushes, updates, barriers and exchanges"
-        assert error[0] == "MismatchError"
-        assert words in error[1]
-        assert last == 0
 
 
 # Opening and closing
@@ -392,7 +336,7 @@ def test_close_leaves_the_job_of_the_environment() -> None:
 @pytest.mark.parametrize("name", ["local", "device"])
 def test_with_one_worker_a_weighted_push_is_a_push(name: str) -> None:
     with create(name) as kv:
-        bucket = _bucket_of_two(kv)
+        bucket = _bucket(kv, {"p": numbers(0), "q": numbers(0)})
         kv.init("a", numbers(1))
         kv.push_weighted(["a", "p"], [[numbers(2), numbers(3)], None], 5)
         assert torch.equal(pulled(kv, "a"), numbers(2) + numbers(3))

@@ -161,7 +161,7 @@ CALLS = st.one_of(
 @given(
     store=st.sampled_from(["local", "device"]),
     setting=st.sampled_from(sorted(SETTINGS)),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]),
+    dtype=st.sampled_from([*[torch.float32, torch.float64] * 3, torch.float16, torch.bfloat16, torch.int64]),
     is_transposed=st.booleans(),
     devices=st.integers(1, 3),
     calls=st.lists(CALLS, min_size=4, max_size=12),

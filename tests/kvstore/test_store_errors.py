@@ -63,6 +63,8 @@ def sparse() -> torch.Tensor:
 G, B, N = ranked(8), ranked(9, (3,)), torch.tensor([1, 2])
 """Good values for "w", "b" and 7; no call may change them."""
 
+STATE = OptimizerState("sgd", 0.1, 0.1, {}, {}, {})
+
 Case = tuple[str, Callable[[KVStore], Any], type[Exception], str]
 
 # What is the matter, the call, the class of the error, what its message says. `BAD_LAST` has more, of all calls.
@@ -113,6 +115,8 @@ CASES: list[Case] = [
     ("async push, unknown", lambda kv: kv.push("nope", G, async_op=True), KeyError, "'nope'"),
     # -- what is no updater, no rate, or comes without an optimizer
     ("set_updater, number", lambda kv: kv.set_updater(3), TypeError, "updater is 3; expected a function"),
+    ("save, no optimizer", lambda kv: kv.save_optimizer_states("/nowhere/states"), RuntimeError, "set_optimizer"),
+    ("load, no optimizer", lambda kv: kv.load_optimizer_state(STATE), RuntimeError, "needs an optimizer; call"),
     ("set_learning_rate, no optimizer", lambda kv: kv.set_learning_rate(0.1), RuntimeError, "set_optimizer"),
     ("set_learning_rate, str", lambda kv: kv.set_learning_rate("0.1"), TypeError, "learning rate is '0.1'"),
     ("set_learning_rate, negative", lambda kv: kv.set_learning_rate(-0.1), ValueError, "learning rate is -0.1"),
@@ -231,7 +235,7 @@ CLOSED: dict[str, Callable[[KVStore], Any]] = {
     "compression_residuals": lambda kv: kv.compression_residuals(),
     "set_gradient_compression": lambda kv: kv.set_gradient_compression({"type": "2bit"}),
     "load_compression_residuals": lambda kv: kv.load_compression_residuals({}),
-    "load_optimizer_state": lambda kv: kv.load_optimizer_state(OptimizerState("sgd", 0.1, 0.1, {}, {}, {})),
+    "load_optimizer_state": lambda kv: kv.load_optimizer_state(STATE),
 }
 
 
