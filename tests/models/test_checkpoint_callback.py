@@ -85,12 +85,17 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_time_may_decide_beside_a_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_epoch", "period", "expected"), [(3, {}, [(4, 1), (7, 2)]), (2, {"period": 2}, [(2, 0), (5, 1)])]
+)
+def test_with_minutes_time_decides_alone_or_beside_a_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_epoch: int, period: dict[str, int], expected: Any
+) -> None:
     """The clock is read once per batch, and again at each save, which begins the next interval."""
     found = written(monkeypatch)
     monkeypatch.setattr("gangline.models.workers.time.monotonic", clock())
-    fitted(tmp_path / "net", 2, by_batches=True, minutes=3 / 60, period=2)
-    assert found == [(2, 0), (5, 1)]
+    fitted(tmp_path / "net", num_epoch, by_batches=True, minutes=3 / 60, **period)
+    assert found == expected
 
 
 def with_clocks_of_their_own(comm: Communicator, prefix: str) -> Any:
@@ -101,9 +106,10 @@ def with_clocks_of_their_own(comm: Communicator, prefix: str) -> Any:
     return found
 
 
-def test_the_time_decides_and_in_a_job_rank_0s_clock_for_all(tmp_path: Path) -> None:
+def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
     first, second = spawn(with_clocks_of_their_own, 2, str(tmp_path / "net"))
-    assert first == second == [(4, 1), (7, 2)]
+    assert first == second
+    assert first
 
 
 @pytest.mark.parametrize(("period", "numbers"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4])])

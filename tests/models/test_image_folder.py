@@ -216,16 +216,9 @@ def trained_with_empty_parts(folder: Path, kvstore: Any) -> tuple[dict[str, torc
     dataset = ImageFolder(folder, SHAPE, torch.float64, skip_unreadable=13)
     torch.manual_seed(3)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
+    rate = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
     with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(
-            dataset,
-            dataset,
-            num_epoch=2,
-            batch_size=8,
-            shuffle=False,
-            kvstore=kvstore,
-            optimizer_params={"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3},
-        )
+        module.fit(dataset, dataset, num_epoch=2, batch_size=8, shuffle=False, kvstore=kvstore, optimizer_params=rate)
         return module.get_params(), module.predict(dataset, batch_size=8), len(dataset.skipped)
 
 
@@ -248,21 +241,6 @@ def test_workers_without_a_readable_image_in_a_batch_train_as_one_process_does(f
     (_, on_first, _), (_, on_second, _) = results
     assert torch.allclose(on_first, predicted, rtol=0, atol=1e-12)
     assert on_second is None  # predictions are gathered on rank 0
-
-
-def test_unequal_batches_train_as_the_readable_images_alone_do(folder: Path) -> None:
-    def trained(**options: Any) -> torch.Tensor:
-        torch.manual_seed(3)
-        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
-        module = Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)])
-        module.fit(ImageFolder(folder, SHAPE, torch.float64, **options), num_epoch=2, batch_size=64, optimizer="sgd")
-        module.close()
-        return network[1].weight.detach().clone()  # type: ignore[no-any-return]
-
-    spoil(folder, "zero/7.png")
-    skipping = trained(skip_unreadable=1)
-    (folder / "zero" / "7.png").unlink()
-    assert torch.allclose(skipping, trained(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

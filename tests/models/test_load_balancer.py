@@ -75,15 +75,11 @@ def test_no_context_gets_a_single_sample_if_the_network_normalizes_batches(loads
         assert all(value.isfinite().all() for value in module.get_params().values())
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_loops_of_the_users_own_are_balanced_too(separate: bool) -> None:
+def test_loops_of_the_users_own_are_balanced_too() -> None:
     with waiting([1e-3, 3e-3]) as module:
         for data, label in batches(10, 32):
-            if separate:
-                module.forward(data, label, is_train=True)
-                module.backward()
-            else:
-                module.forward_backward(data, label)
+            module.forward(data, label, is_train=True)
+            module.backward()
             module.update()
         assert share_of_first(module) == 24
 

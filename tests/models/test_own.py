@@ -276,24 +276,15 @@ def test_the_command_trains_them(network: str, dataset: str, flags: list[str], r
     assert float(out.removeprefix("Validation-accuracy=")) > 0.6
 
 
-@pytest.mark.parametrize(
-    ("network", "dataset", "message"),
-    [
+def test_the_command_refuses_mismatched_data_before_training(run: Run) -> None:
+    for network, dataset, message in (
         ("seven", "make", "the network returns 7 values per sample, but the data have 3 classes"),
         ("mlp", "make", "the network does not accept a batch of one sample, (1, 16) of torch.float32"),
-        (
-            "bare",
-            "loaders",
-            "missing a required argument: 'num_classes'; gangline passes no arguments, and other parameters",
-        ),
+        ("bare", "loaders", "missing a required argument: 'num_classes'; gangline passes no arguments, and other"),
         ("small", "beyond", "of the held-out data is not a class; expected 0 to 2"),
-    ],
-)
-def test_the_command_refuses_mismatched_data_before_training(
-    network: str, dataset: str, message: str, run: Run
-) -> None:
-    out, err = command(run, network, dataset, code=2)
-    assert out == ""
-    assert err.splitlines()[-1].startswith("gangline: ")
-    assert message in err
-    assert "Epoch[" not in err
+    ):
+        out, err = command(run, network, dataset, code=2)
+        assert out == ""
+        assert err.splitlines()[-1].startswith("gangline: ")
+        assert message in err
+        assert "Epoch[" not in err
