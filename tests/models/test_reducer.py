@@ -47,7 +47,6 @@ class Recorder(LocalStore):
         super().__init__("recorder")
         self.pushed: list[tuple[Key, ...]] = []
         self.pulled: list[tuple[Key, ...]] = []
-        self.one_by_one: list[tuple[Key, ...]] = []
         self.ran: list[tuple[Key, ...]] = []
         self.works: list[Work] = []
         self.on_push: Callable[[], None] = lambda: None
@@ -57,7 +56,7 @@ class Recorder(LocalStore):
         return self
 
     def forget(self) -> None:
-        for noted in (self.pushed, self.pulled, self.one_by_one, self.ran, self.works):
+        for noted in (self.pushed, self.pulled, self.ran, self.works):
             noted.clear()
 
     def push_bucket(
@@ -81,10 +80,6 @@ class Recorder(LocalStore):
     ) -> Work:
         self.pulled.append(tuple(bucket.keys))
         return super().pull_bucket(bucket, outs, priority, async_op=async_op)
-
-    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
-        self.one_by_one.append(tuple(key))
-        return super().pushpull(key, value, out, priority, async_op=async_op)
 
     def _merge_bucket(self, bucket: Bucket, *arguments: Any) -> None:
         self.ran.append(tuple(bucket.keys))
@@ -259,9 +254,7 @@ def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, earl
                 assert not store.pushed
                 assert same_bits(module.get_params(), before)
                 module.update()
-            pushed = itertools.chain(*store.pushed, *store.one_by_one)
-            assert Counter(pushed) == dict.fromkeys(names, 1)
-            assert not store.one_by_one
+            assert Counter(itertools.chain(*store.pushed)) == dict.fromkeys(names, 1)
             assert Counter(store.pulled) == Counter(store.pushed)
 
 
@@ -441,13 +434,10 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @small_buckets
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_copy_of_the_network_is_independent(how: str, closed: bool) -> None:
+def test_a_copy_of_the_network_is_independent(how: str) -> None:
     network = perceptron()
     with Recorder() as store, module_of(network, 2, store) as module:
         module.forward_backward_update(*batch())
-        if closed:
-            module.close()
         before = copy.deepcopy(network.state_dict())
         made = COPIES[how](network)
         assert same_bits(made.state_dict(), before)
@@ -458,22 +448,19 @@ def test_a_copy_of_the_network_is_independent(how: str, closed: bool) -> None:
         assert not store.pushed
         assert same_bits(network.state_dict(), before)
         assert not same_bits(made.state_dict(), before)
-        if not closed:
-            module.forward_backward_update(data, label)
-            agree(module, store)
+        module.forward_backward_update(data, label)
+        agree(module, store)
 
 
 def hooks_of(network: nn.Module) -> int:
     return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in network.parameters())
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_after_close_the_network_is_plain_again(count: int) -> None:
+def test_after_close_the_network_is_plain_again() -> None:
     network = perceptron()
-    data, label = batch()
     with create("local") as store:
-        module = module_of(network, count, store)
-        module.forward_backward_update(data, label)
+        module = module_of(network, 2, store)
+        module.forward_backward_update(*batch())
         assert hooks_of(network) == len(list(network.parameters()))
         module.init_optimizer(store, "sgd", {"lr": 0.1})
         assert hooks_of(network) == len(list(network.parameters()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import plain_loop
+from measure import distance, plain_loop
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -22,6 +22,7 @@ from tests.kvstore.parameter_server.in_process import Job
 
 STEPS = 5
 SHARES = slice(0, 4), slice(4, None)
+RATE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 NO_NCCL = "nothing to reduce by"
 Step = Callable[[Tensor, Tensor], None]
 Result = tuple[dict[str, Tensor], Counts]
@@ -37,16 +38,8 @@ def _batch() -> tuple[Tensor, Tensor]:
     return torch.linspace(-2, 2, 60).double().sin().view(10, 6), torch.arange(10) % 3
 
 
-def _plain(network: nn.Module) -> dict[str, Tensor]:
-    return plain_loop(network, [_batch()] * STEPS, lr=0.1, momentum=0.9)
-
-
-def _check(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
-
-
 def _trainer(network: nn.Module, kv: KVStore) -> Step:
-    trainer = Trainer(network, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kv)
+    trainer = Trainer(network, "sgd", RATE, kv)
 
     def step(data: Tensor, label: Tensor) -> None:
         trainer.zero_grad()
@@ -57,7 +50,7 @@ def _trainer(network: nn.Module, kv: KVStore) -> Step:
 
 
 def _distributed_optimizer(network: nn.Module, kv: KVStore) -> Step:
-    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9), kv)
+    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), **RATE), kv)
 
     def step(data: Tensor, label: Tensor) -> None:
         optimizer.zero_grad()
@@ -114,10 +107,10 @@ def test_waits_and_copies_of_a_workers_step(
 ) -> None:
     """For the only bucket of the network."""
     network = _network()
-    expected = _plain(network)
+    expected = plain_loop(network, [_batch()] * STEPS, **RATE)
     with simulated_gpus(nccl=nccl):
         for weights, counts in _results(store, network, make):
-            _check(weights, expected)
+            assert distance(weights, expected) <= 1e-12
             assert len(counts.waits) == waits, counts
             assert len(counts.to_host) == copies, counts
 
@@ -125,7 +118,7 @@ def test_waits_and_copies_of_a_workers_step(
 @contextmanager
 def _module(network: nn.Module, **options: Any) -> Iterator[Module]:
     with Module(network, nn.CrossEntropyLoss(), [gpu(0), gpu(1)], **options) as module:
-        module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+        module.init_optimizer("device", "sgd", RATE)
         yield module
 
 
@@ -134,7 +127,7 @@ def _module(network: nn.Module, **options: Any) -> Iterator[Module]:
 @pytest.mark.parametrize("with_batchnorm", [False, True])
 def test_a_step_of_a_module_on_two_gpus_has_no_wait_and_no_copy_to_the_host(nccl: str, with_batchnorm: bool) -> None:
     network = _network(with_batchnorm=with_batchnorm)
-    expected = _plain(network)
+    expected = plain_loop(network, [_batch()] * STEPS, **RATE)
     with simulated_gpus(nccl=nccl), _module(network, sync_batchnorm=with_batchnorm) as module:
         for _ in range(STEPS - 1):
             module.forward_backward_update(*_batch())
@@ -142,7 +135,7 @@ def test_a_step_of_a_module_on_two_gpus_has_no_wait_and_no_copy_to_the_host(nccl
             module.forward_backward_update(*_batch())
         for counts in first, second:
             assert (counts.waits, counts.to_host, counts.to_gpu) == ([], [], [30, 5])  # data and labels
-        _check(module.get_params(), expected)
+        assert distance(module.get_params(), expected) <= 1e-12
         assert bool(HostRank.calls) == (not nccl)
 
 

@@ -305,28 +305,25 @@ def test_a_store_that_stays_in_the_process_contradicts_it(monkeypatch: pytest.Mo
     assert module.contexts == [cpu()] or torch.cuda.is_available()
 
 
-def train_in_three_fits(kvstore: str) -> tuple[Params, list[str]]:
-    """Train, fine-tune the last layer, and train again; return the weights and the keys of the fine-tuning's state."""
-    torch.manual_seed(5)
-    data = torch.randn(60, 6, dtype=torch.float64), torch.randint(0, 3, (60,))
-    network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    with Module(network, nn.CrossEntropyLoss(), "cpu") as module:
-
-        def fit(optimizer: str, **params: float) -> None:
-            module.fit(data, num_epoch=2, batch_size=12, kvstore=kvstore, optimizer=optimizer, optimizer_params=params)
-
-        fit("sgd", lr=0.1, momentum=0.9)
-        network[0].requires_grad_(False)
-        fit("adam", lr=0.01)
-        keys = sorted(module.optimizer_state().shapes)
-        network[0].requires_grad_(True)
-        fit("adam", lr=0.02)
-        return module.get_params(), keys
-
-
 def test_a_later_fit_with_another_optimizer_keeps_the_workers_store() -> None:
+    def train(kvstore: str) -> tuple[Params, list[str]]:
+        """Train, fine-tune the last layer, and train again; return the weights and the keys of that state."""
+        torch.set_num_threads(1)
+        torch.manual_seed(5)
+        data = torch.randn(60, 6, dtype=torch.float64), torch.randint(0, 3, (60,))
+        network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        with Module(network, nn.CrossEntropyLoss(), "cpu") as module:
+            how = {"num_epoch": 2, "batch_size": 12, "kvstore": kvstore}
+            module.fit(data, optimizer="sgd", optimizer_params={"lr": 0.1, "momentum": 0.9}, **how)
+            network[0].requires_grad_(False)
+            module.fit(data, optimizer="adam", optimizer_params={"lr": 0.01}, **how)
+            keys = sorted(module.optimizer_state().shapes)
+            network[0].requires_grad_(True)
+            module.fit(data, optimizer="adam", optimizer_params={"lr": 0.02}, **how)
+            return module.get_params(), keys
+
     def both() -> list[tuple[Params, list[str]]]:
-        return [train_in_three_fits("allreduce"), train_in_three_fits("dist_sync")]
+        return [train("allreduce"), train("dist_sync")]
 
     for (expected, trained), (weights, keys) in gangline.launch(both, workers=2, servers=1):
         assert keys == trained == ['"2.bias"', '"2.weight"']
