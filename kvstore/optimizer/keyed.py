@@ -38,6 +38,7 @@ class KeyedOptimizer:
         self._group_of: dict[Key, dict[str, Any]] = {}
         self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
         self._starts: dict[Key, dict[str, float]] = {}  # by key: initial values of row state
+        self._uses_gpu = False
 
     @property
     def learning_rate(self) -> float:
@@ -69,6 +70,7 @@ class KeyedOptimizer:
             if "weight_decay" in group:
                 group["weight_decay"] *= factors[1]
         self.weights[key] = weight
+        self._uses_gpu |= weight.is_cuda  # torch's optimizers then take foreach by themselves
         self._group_of[key] = self._groups[factors]
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
@@ -172,7 +174,10 @@ class KeyedOptimizer:
     @property
     def modifies_gradient(self) -> bool:
         """True if `update` may change dense gradients in place."""
-        return self.spec.rescale_grad != 1.0 or self.spec.clips or not self.spec.is_known_class
+        spec = self.spec
+        by_foreach = spec.arguments.get("foreach", self._uses_gpu) and not spec.arguments.get("fused")
+        adds_momentum = by_foreach and spec.arguments.get("nesterov", False)  # torch's SGD, to the gradient itself
+        return adds_momentum or spec.rescale_grad != 1.0 or spec.clips or not spec.is_known_class
 
     @torch.no_grad()
     def _clipped(self, gradients: Sequence[torch.Tensor | RowSparse]) -> list[torch.Tensor]:
