@@ -116,7 +116,7 @@ class OptimizerSpec:
 
     @property
     def is_known_class(self) -> bool:
-        """True for the classes of torch.optim that gangline knows; they change gradients only by Nesterov's momentum."""
+        """True for the classes of torch.optim that gangline knows; only Nesterov's momentum changes a gradient."""
         return self.optimizer_class in _CLASSES.values()
 
     @property
