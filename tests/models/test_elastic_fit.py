@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.kvstore.parameter_server.test_elastic import wait_for
 from tests.kvstore.test_launch import Launch, launch
 from tests.kvstore.test_launch_elastic import resize
 from tests.scripted_faults import script_processes
@@ -163,7 +163,10 @@ def test_gangline_train_grows(tmp_path: Path) -> None:
     words = ("train", "--kv-store", "dist_sync", "--num-epochs", "6", "--model-prefix", str(tmp_path / "run"))
     gangline = (sys.executable, "-m", "gangline")
     with launch("-n", "1", "-s", "1", "--elastic", "1:2", "--", *gangline, *words) as run:
-        wait_for(tmp_path / "run-0001.json")
+        ends = time.monotonic() + 60
+        while not (tmp_path / "run-0001.json").exists():
+            assert time.monotonic() < ends
+            time.sleep(0.01)
         assert resize(run, 2)[0] == 0
         status, _, errors = run.end(100)
     assert status == 0, errors
