@@ -252,6 +252,15 @@ class KVStore(abc.ABC):
         """Return the names of workers and servers known to be dead, such as ``"worker 1"``."""
         return []
 
+    def num_dead_nodes(self, timeout: float = 60.0) -> int:
+        """Return the number of workers and servers that are dead or, in ``dist_*`` stores, silent for ``timeout``.
+
+        Args:
+            timeout: seconds without a sign of life. A process is dead after GANGLINE_HEARTBEAT_LIMIT, 10 s by default,
+                regardless of ``timeout``; ``allreduce`` counts dead workers only.
+        """
+        return len({*self.dead_nodes(), *self._silent_nodes(timeout)})
+
     # Values
 
     @refused_on_all_ranks
@@ -808,6 +817,10 @@ class KVStore(abc.ABC):
     def _run_exclusive(self, operation: Callable[[], _Result]) -> _Result:
         """Return the result of an operation on state that all keys share, run after all pending operations."""
         return operation()
+
+    def _silent_nodes(self, seconds: float) -> list[str]:  # noqa: ARG002  where a scheduler watches them
+        """Return the names of processes that have been silent for ``seconds``."""
+        return []
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:  # noqa: B027  one worker tells nobody
         """Report to the other workers that this rank refuses a call because of an error; may raise another error.

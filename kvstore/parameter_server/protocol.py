@@ -305,6 +305,19 @@ class Waiting(Message, kind=15):
     """Number of the collective of each of them."""
 
 
+class SilenceQuery(Message, kind=16):
+    """Question which processes the scheduler has not heard for this many seconds."""
+
+    seconds: Number
+
+
+class SilenceResult(Message, kind=17):
+    """Answer to `SilenceQuery`."""
+
+    members: Strings
+    """Role and rank of each, such as "worker 1"."""
+
+
 class MemberAway(Message, kind=18):
     """Notice that a process has died whose place a restarted one may take; `MemberBack` or `MemberGone` follows."""
 

@@ -252,6 +252,9 @@ class DistStore(KVStore):
         dead = [f"{role} {rank}" for (role, rank), why in self._scheduler.gone.items() if why]
         return [*sorted(dead), *(["scheduler"] if self._scheduler.lost else [])]
 
+    def _silent_nodes(self, seconds: float) -> list[str]:
+        return self._scheduler.silent_members(seconds)
+
     @refused_on_all_ranks
     def join(self) -> int:
         """Wait until all workers have called `join`; meanwhile rounds close without this worker.
@@ -571,7 +574,15 @@ class DistStore(KVStore):
         self._check_open()
         return self._with_optimizer("learning_rate")
 
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next push on; that of the lowest rank outside `join` is used.
+
+        In an async store it is sent to the servers at once, and applies to pushes of all workers that arrive later.
+
+        Raises:
+            StallError: if a server of an async store does not answer within the timeout.
+            DeadNodeError: if a server of an async store has died.
+        """
         self._check_open()
         check_learning_rate(learning_rate)
         self._with_optimizer("set_learning_rate")

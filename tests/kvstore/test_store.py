@@ -309,6 +309,7 @@ def test_a_with_section_closes_the_store_whatever_happens(name: str) -> None:
 def test_a_store_of_one_process_is_a_job_of_one_worker(kv: KVStore) -> None:
     assert (kv.rank, kv.num_workers) == (0, 1)
     assert kv.dead_nodes() == []
+    assert kv.num_dead_nodes() == kv.num_dead_nodes(timeout=0.5) == 0
     kv.barrier()
 
 

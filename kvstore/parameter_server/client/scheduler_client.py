@@ -414,6 +414,17 @@ class SchedulerClient:
             raise error from None
         return result
 
+    def silent_members(self, seconds: float) -> list[str]:
+        """Return the names of processes that the scheduler has not heard for ``seconds``; none if it is dead."""
+        if self.lost:
+            return []
+        message = protocol.SilenceQuery(max(seconds, 0.0))
+        with self._lock:
+            answer, _ = self._pending.setdefault("silence", (Future(), message))
+        self._send(message)
+        members: list[str] = self._wait(answer, "num_dead_nodes").members
+        return members
+
     def join(self, data: bytes) -> protocol.JoinResult:
         """Wait until all workers have called `join`; meanwhile other collectives run without this worker."""
         call = f"join() of worker {self.rank}"
@@ -618,6 +629,8 @@ class SchedulerClient:
                 self._settle(number, error=StallError(name_ranks(missing)))
             case protocol.Recalled(number, _):
                 self._settle(("recall", number), message)
+            case protocol.SilenceResult():
+                self._settle("silence", message)
             case protocol.ViewQuery(number):
                 with self._view_known:
                     self._asked = number
@@ -664,7 +677,7 @@ class SchedulerClient:
         self.lost = why
         self._cause = cause
         self._fail_collectives()
-        for key in ("registered", "over"):
+        for key in ("registered", "over", "silence"):
             self._settle(key, error=self._dead(f"the scheduler {why}"))
         self.on_change()
 

@@ -215,6 +215,10 @@ class Scheduler:
             case protocol.ViewAnswer(number, begun) if self._state.started:
                 self._state.views.answer(member.role, member.rank, number, begun)
                 self._advance_views()
+            case protocol.SilenceQuery(seconds):
+                since = time.monotonic() - seconds
+                silent = [one.name for one in self._state.members.values() if not one.is_gone and one.heard_at < since]
+                self._send(member, protocol.SilenceResult(silent))
             case protocol.Leave(why):
                 self._send(member, protocol.JobOver())
                 if member.state is MemberState.PRESENT:

@@ -41,6 +41,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Message,
     Pull,
     Push,
+    SilenceQuery,
     Values,
     ValuesRead,
     Withdraw,
@@ -265,7 +266,7 @@ class Attack:
                 region = [pool.allocate(nbytes), nbytes] if shard == 0 else None
                 push = pack(Push(10 + number, entries, None, None, wants_values, region))
                 to_server.append([push] if region else [push, bytes(nbytes)])
-        messages = (self._scheduler._registration, Heartbeat(), Withdraw(1))
+        messages = (self._scheduler._registration, Heartbeat(), SilenceQuery(60.0), Withdraw(1))
         return to_server, [[pack(message)] for message in messages]
 
     def run(self, messages: int) -> None:
@@ -347,7 +348,7 @@ class Attack:
         while not self._answers(sequence):
             if time.monotonic() > ends:
                 raise AssertionError(f"the server has not answered a pull within {_LIMIT:g} s")
-        self._scheduler._recall(0)
+        self._scheduler.silent_members(60.0)
 
     def _answers(self, sequence: int) -> bool:
         """Handle the server's answers; return whether that of a request is among them."""
