@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -22,27 +22,19 @@ class Line:
 
     name: str
     points: Sequence[Place]
-    discs: Sequence[Place] = field(default_factory=tuple)
-    rings: Sequence[Place] = field(default_factory=tuple)
     width: float = 2
     """Pixels of the stroke."""
+    has_discs: bool = False
+    """Whether each point has a disc."""
 
 
-def color(number: int) -> str:
-    """Return a color of the page, by the number of a line or a part."""
-    return f"var(--c{number % _COLORS})"
-
-
-def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool = False) -> str:
-    """Return a chart as SVG, under a legend if it has several lines.
-
-    ``across`` and ``up`` say what the axes show; the vertical one begins at the smallest value, or at 0.
-    """
-    points = [point for line in lines for point in (*line.points, *line.discs, *line.rings)]
+def line_chart(lines: Sequence[Line], across: str, up: str) -> str:
+    """Return a chart as SVG, under a legend if it has several lines; ``across`` and ``up`` say what the axes show."""
+    points = [point for line in lines for point in line.points]
     if not points:
         return '<p class="soft">no values yet</p>'
     left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = 0.0 if from_zero else min(y for _, y in points), max(y for _, y in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
 
     def place(x: float, y: float) -> tuple[str, str]:
         along = (x - left) / (right - left or 1) * (_WIDTH - 2 * _MARGIN) + _MARGIN
@@ -51,11 +43,10 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
     shapes = []
     for number, line in enumerate(lines):
         path, name = " ".join(",".join(place(*point)) for point in line.points), escape(line.name)
-        style = f'fill="none" stroke="{color(number)}" stroke-width="{line.width}"'
+        style = f'fill="none" stroke="{_color(number)}" stroke-width="{line.width}"'
         shapes.append(f'<polyline points="{path}" {style}><title>{name}</title></polyline>')
-        for marks, fill in ((line.discs, color(number)), (line.rings, "none")):
-            for x, y in (place(*point) for point in marks):
-                shapes.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{color(number)}"/>')
+        for x, y in (place(*point) for point in line.points if line.has_discs):
+            shapes.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{_color(number)}"/>')
     for tick in _ticks(left, right):
         x, _ = place(tick, low)
         shapes.append(f'<text x="{x}" y="{_HEIGHT - _MARGIN + 18}" text-anchor="middle">{tick:,.6g}</text>')
@@ -63,7 +54,7 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
         _, y = place(left, tick)
         shapes.append(f'<text x="{_MARGIN - 4}" y="{y}" text-anchor="end">{tick:,.6g}</text>')
     keys = [
-        f'<span class="key" style="background:{color(n)}"></span>{escape(line.name)}' for n, line in enumerate(lines)
+        f'<span class="key" style="background:{_color(n)}"></span>{escape(line.name)}' for n, line in enumerate(lines)
     ]
     axis = f"M{_MARGIN},{_MARGIN / 2} V{_HEIGHT - _MARGIN} H{_WIDTH - _MARGIN}"
     return (
@@ -72,6 +63,10 @@ def line_chart(lines: Sequence[Line], across: str, up: str, *, from_zero: bool =
         f'<text x="{_MARGIN}" y="14">{escape(up)}</text>'
         f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>{"".join(shapes)}</svg>'
     )
+
+
+def _color(number: int) -> str:
+    return f"var(--c{number % _COLORS})"
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -363,7 +363,7 @@ def _charts(data: dict[str, Any]) -> list[tuple[str, str, list[Line]]]:
             lines.append(Line("smoothed", _smoothed(known)))
         at = [validation["step"] for validation in validations]
         validated = _numbers(at, [validation["values"].get(name) for validation in validations])
-        return [*lines, Line("validation", validated, validated)] if validated else lines
+        return [*lines, Line("validation", validated, has_discs=True)] if validated else lines
 
     loss = curves("loss", points["loss"])
     if data["per_point"] > 1:
