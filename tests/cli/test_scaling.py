@@ -145,7 +145,7 @@ def test_a_command_that_cannot_be_scaled_is_refused(command: str, message: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(110)
 def test_a_script_that_ignores_its_batch_size_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("size = parser.parse_args().batch_size", "parser.parse_args(); size = 8"))
