@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from gangline.collectives.errors import GanglineError, MismatchError
+from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -56,6 +57,7 @@ class OptimizerBinding:
 
     def __init__(self, replicas: Replicas, optimizer: KeyedOptimizer) -> None:
         self._replicas, self._optimizer, self.workers = replicas, optimizer, Workers()
+        watch_torch()  # where there is a reducer, it does so
 
     @property
     def learning_rate(self) -> float:

@@ -30,7 +30,6 @@ from gangline.cli.training.options import Plots, TrainOptions
 from gangline.collectives.context import Context
 from gangline.collectives.environments.restart import restart_number
 from gangline.collectives.errors import UsageError
-from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
@@ -82,7 +81,6 @@ def run(options: TrainOptions) -> dict[str, Any] | None:
         print(f"samples-per-second={speed:.1f}")
         return None
     torch.manual_seed(options.seed)
-    watch_torch()  # a reducer does so too, but one context has none
     with as_usage_errors():
         model = _network(options, splits, dtype)
         module = Module(
