@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -197,9 +197,9 @@ def _last_layer(network: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
 
 
 def _replace(network: nn.Module, name: str, layer: nn.Linear | nn.Conv2d, count: int) -> list[str]:
-    is_linear = isinstance(layer, nn.Linear)
+    is_linear, build = isinstance(layer, nn.Linear), cast(Any, type(layer))
     sizes = (layer.in_features, count) if is_linear else (layer.in_channels, count, 1, layer.stride, layer.padding)
-    new = type(layer)(*sizes, bias=layer.bias is not None, device="cpu", dtype=torch.float32)  # type: ignore[arg-type]
+    new: nn.Linear | nn.Conv2d = build(*sizes, bias=layer.bias is not None, device="cpu", dtype=torch.float32)
     new.to(layer.weight.device, layer.weight.dtype).train(layer.training)
     parent, _, own = name.rpartition(".")
     setattr(network.get_submodule(parent), own, new)
