@@ -141,13 +141,13 @@ def _job(arguments: Sequence[str], count: int, batch_size: int, seconds: float) 
 
 
 class _Place(NamedTuple):
-    """Where a command has the value of an option."""
+    """Place of an option's value in a command."""
 
     at: int
     """Index of the word."""
     option: str
     prefix: str
-    """What precedes the value in the word."""
+    """Text before the value in the word."""
     text: str
     """The value."""
 

@@ -77,7 +77,7 @@ class Checkpoint:
     metadata: dict[str, Any]
     stateful: dict[str, Any]
     run: str | None
-    """As of `RunState`, like the two before."""
+    """Name of the run; see `RunState`, which also describes the two fields before."""
     other_workers: list[Checkpoint] = field(default_factory=list)
     """The checkpoint as ranks 1 and up must resume it."""
 

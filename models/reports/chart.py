@@ -25,7 +25,7 @@ class Line:
     width: float = 2
     """Pixels of the stroke."""
     has_discs: bool = False
-    """Whether each point has a disc."""
+    """True if each point has a disc."""
 
 
 def line_chart(lines: Sequence[Line], across: str, up: str) -> str:
