@@ -36,9 +36,10 @@ def test_contexts(way: Callable[[str], Weights], store: str) -> None:
     check(partial(way, store), partial(way, store))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("servers", "words"),
-    [("0", ()), *(pytest.param("1", (way,), marks=pytest.mark.slow) for way in ("module", "trainer", "sparse"))],
+    [("0", ()), *(("1", (way,)) for way in ("module", "trainer", "sparse"))],
 )
 def test_jobs(servers: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORES", str(tmp_path))

@@ -646,7 +646,13 @@ def _many_calls(comm: Communicator) -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize(("transport", "size"), [("in_process", 5), ("shared_memory", 3), ("ipc", 3), ("tcp", 3)])
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [
+        *(("shared_memory", 3), ("tcp", 3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("in_process", 5), ("ipc", 3))),
+    ],
+)
 def test_calls_in_flight_and_of_groups_are_right_and_small_rows_take_one_exchange(transport: str, size: int) -> None:
     for few, more, small, large in in_ranks(transport, size, _many_calls):
         if transport == "shared_memory":

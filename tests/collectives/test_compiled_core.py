@@ -124,7 +124,7 @@ def _large(comm: Communicator) -> int:
     return comm._engine.next_number
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 5))])
 def test_tensors_above_a_slot(size: int) -> None:
     assert spawn(_large, size, transport="shared_memory", timeout=60) == [17] * size
 

@@ -156,10 +156,18 @@ def compiled(nvrtc: ctypes.CDLL, source: str, architecture: int) -> str:
     return text.value.decode()
 
 
-@pytest.mark.parametrize("architecture", [70, 80, 90, 120])
-def test_kernels_compile_for_gpus_and_keep_subnormal_numbers(nvrtc: ctypes.CDLL, architecture: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "all_counts"),
+    [
+        *((70, [(3, 3)]), (90, [(3, 3)])),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((80, [(3, 3)]), (90, COUNTS), (120, [(3, 3)]))),
+    ],
+)
+def test_kernels_compile_for_gpus_and_keep_subnormal_numbers(
+    nvrtc: ctypes.CDLL, architecture: int, all_counts: list[tuple[int, int]]
+) -> None:
     for dtype, op in CASES:
-        for counts in COUNTS if architecture == 90 else [(3, 3)]:
+        for counts in all_counts:
             ptx = compiled(nvrtc, kernels.source(NAMES[dtype], op, *counts), architecture)
             assert kernels.NAME in ptx
             assert set(re.findall(r"\S+\.ftz\S*", ptx)) <= {"setp.nan.ftz.f32", "setp.num.ftz.f32"}  # is it NaN?

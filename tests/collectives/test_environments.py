@@ -382,6 +382,7 @@ def test_a_broken_entry_point_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 # Launchers that are installed here
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_within_open_mpi_are_torchruns() -> None:
     mpirun = _found(shutil.which("mpirun.openmpi"), "apt-get install openmpi-bin")
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -102,7 +102,9 @@ def _fail_and_write(comm: Communicator, folder: str, registered: bool) -> list[s
     return found
 
 
-@pytest.mark.parametrize("medium", ["in_process", "shared_memory", "registered memory"])
+@pytest.mark.parametrize(
+    "medium", ["in_process", "shared_memory", pytest.param("registered memory", marks=pytest.mark.slow)]
+)
 def test_bytes_written_after_a_failed_call_reach_nobody(
     medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

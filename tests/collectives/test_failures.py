@@ -32,6 +32,7 @@ from tests.collectives.stage import WAITS, Actor, Stage
 pytestmark = pytest.mark.timeout(110)
 
 TRANSPORTS = ("shared_memory", "ipc", "tcp")
+_slow = partial(pytest.param, marks=pytest.mark.slow)
 POSITIONS = [(size, rank) for size in (2, 3, 4) for rank in range(size)]
 
 WAYS = ("absent", "alone", "midway")
@@ -148,7 +149,7 @@ def _lose_one_with_a_child(comm: Communicator, path: str) -> Said | None:
     return error_of(comm.barrier)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("transport", [_slow("shared_memory"), "tcp"])
 def test_a_killed_rank_whose_forked_child_runs_is_an_error(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TIMEOUT", "10")
     with Stage(_lose_one_with_a_child, 2, transport=transport) as stage:
@@ -222,7 +223,7 @@ def stop_for_a_while(comm: Communicator, path: str, victim: int) -> Said | None:
     return error_of(partial(all_reduce, 1 << 20, comm, victim))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["shared_memory", _slow("ipc"), _slow("tcp")])
 def test_a_rank_that_stops_for_less_than_the_limit_continues(transport: str) -> None:
     with Stage(stop_for_a_while, 3, 1, transport=transport) as stage:
         stage.wait_for_stop(1)
@@ -254,8 +255,8 @@ def interrupt_one(comm: Communicator, path: str, situation: str, victim: int) ->
     [
         ("shared_memory", 2, 0, "small all_reduce"),
         ("shared_memory", 3, 2, "large all_reduce"),
-        ("ipc", 4, 1, "large all_reduce"),
-        ("tcp", 2, 1, "large all_reduce"),
+        _slow("ipc", 4, 1, "large all_reduce"),
+        _slow("tcp", 2, 1, "large all_reduce"),
         ("tcp", 3, 1, "barrier"),
     ],
 )
@@ -272,9 +273,6 @@ def test_an_interrupted_rank_is_an_error_that_names_it(transport: str, size: int
         assert during in (None, expected)  # None: it had already sent everything that the others needed
         assert after == expected
     assert outcomes[victim].value[0] == expected
-
-
-_slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 # Names on this host that are no text
@@ -349,7 +347,7 @@ def leave_two_behind(comm: Communicator, path: str) -> None:
     expect(came, ramp(1 << 19, other))
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", _slow("ipc"), "tcp"])
+@pytest.mark.parametrize("transport", ["shared_memory", _slow("ipc"), _slow("tcp")])
 def test_a_rank_that_closes_does_not_disturb_ranks_that_do_not_need_it(transport: str) -> None:
     with Stage(leave_two_behind, 3, transport=transport) as stage:
         stage.wait_for_end(2)
@@ -376,7 +374,7 @@ def leave_a_group_open(comm: Communicator, path: str) -> None:
         expect(came, ramp(1 << 19, 0))
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("transport", ["ipc", _slow("tcp")])
 def test_a_rank_may_close_with_a_group_still_open(transport: str) -> None:
     with Stage(leave_a_group_open, 3, transport=transport) as stage:
         stage.wait_for_end(0)
@@ -547,7 +545,7 @@ def _make_one_long_call(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size", "busy"), [_slow("shared_memory", 2, 1), ("ipc", 2, 0), _slow("tcp", 3, 0)]
+    ("transport", "size", "busy"), [("shared_memory", 2, 1), _slow("ipc", 2, 0), _slow("tcp", 3, 0)]
 )
 def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
     with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:

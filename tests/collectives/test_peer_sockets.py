@@ -104,6 +104,7 @@ def test_sending_without_a_peer_is_refused() -> None:
             connection.send_frame(b"at")
 
 
+@pytest.mark.slow
 def test_hundreds_of_contexts_terminate() -> None:
     for _ in range(300):
         for each in two(lambda port: None):

@@ -214,7 +214,7 @@ def _more_than_fits(comm: Communicator) -> int:
     return pieces
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_messages_wait_for_space_and_none_is_lost(size: int) -> None:
     pieces_of_one = 4 * 4 + 4 * 1 + sum(number % 20 not in (0, 10) and number % 3 != 1 for number in range(80))
     assert spawn(_more_than_fits, size, transport="shared_memory", timeout=60) == [pieces_of_one * (size - 1)] * size
@@ -439,7 +439,9 @@ def _open_and_close(comm: Communicator, transport: str, folder: str) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("ipc", marks=pytest.mark.slow), "tcp"])
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ipc", "tcp"))]
+)
 def test_closed_communicators_leave_no_resources(transport: str, tmp_path: Path) -> None:
     spawn(_open_and_close, 2, transport, str(tmp_path), transport="shared_memory", timeout=60)
 

@@ -572,7 +572,7 @@ def run_cases(rank: Rank, path: str) -> None:
     rank.tell(outcomes)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Return the outcomes of all cases on each rank of a job."""
     store = tmp_path_factory.mktemp("torch_backend") / "store"

@@ -139,7 +139,7 @@ def _send_to_a_late_rank(rank: Rank, address: str, count: int, nbytes: int) -> N
     rank.tell("closed")
 
 
-@pytest.mark.parametrize(("count", "nbytes"), [(64, 8 << 20), (8192, INLINE)])
+@pytest.mark.parametrize(("count", "nbytes"), [pytest.param(64, 8 << 20, marks=pytest.mark.slow), (8192, INLINE)])
 def test_a_late_rank_buffers_a_bounded_amount(count: int, nbytes: int) -> None:
     with Processes(_send_to_a_late_rank, 2, "tcp://127.0.0.1", count, nbytes) as ranks:
         sent, at_sender = ranks.heard(0)
