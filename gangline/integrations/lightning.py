@@ -71,13 +71,14 @@ class Balance(Callback):
         if not isinstance(loader, DataLoader):
             raise ValueError(f"Balance: the train loader is a {type(loader).__name__}; expected a torch DataLoader")
         if self.loader is not None:
-            if trainer.reload_dataloaders_every_n_epochs == 0:
+            if not self._batches.is_iterated:  # Lightning iterates loaders when it has processed all of them
                 raise ValueError("Balance: there is more than one train loader; expected one")
-            self.loader.close()
+            self.loader.close()  # loaded again, as between epochs or by a learning-rate finder
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=trainer.global_rank)
         self.loader = QueuedWeights(trainer.model, _with_own_sampler(loader), **self._options)
-        return _Batches(self.loader)
+        self._batches = _Batches(self.loader)
+        return self._batches
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Use the weight of the batch that is trained now, which is not always the last one that was read."""
@@ -104,9 +105,11 @@ class _Batches:
 
     def __init__(self, loader: QueuedWeights) -> None:
         self._loader = loader
+        self.is_iterated = False
         self.dataset, self.sampler, self.batch_sampler = loader.dataset, loader.sampler, loader.batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
+        self.is_iterated = True
         return iter(self._loader)
 
     def __len__(self) -> int:

@@ -60,6 +60,7 @@ class GradientWeights:
         self.reduction: Reduction | None = None
         """Counts the gradients that arrive."""
         self._networks = list(networks)
+        self._unreduced = _frozen_at_wrapping(networks)
         self._hooks: list[RemovableHandle] = []
         self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._hooks.append(register_optimizer_step_pre_hook(weakly(self._check_step)))
@@ -120,6 +121,8 @@ class GradientWeights:
             for name, parameter in (*network.named_parameters(), *named_flat):
                 if parameter not in _balanced:
                     self._add(name, parameter)
+                    if self._has_begun and _averages(network, name):
+                        self._unreduced[name] = parameter
 
     def _add_to_gathered(self, unit: FSDPModule) -> None:
         """Add hooks to the unsharded parameters of an FSDP2 unit, whose gradients are reduced into the shards."""
@@ -160,8 +163,18 @@ class GradientWeights:
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
+        if self._weight is None:
+            return
+        trained = [name.removeprefix("module.") for name, one in self._unreduced.items() if one.grad is not None]
+        if trained:
+            raise RuntimeError(
+                f"balance: the ranks have different gradients of {', '.join(trained)}, which DistributedDataParallel "
+                "does not average, because it averages what required gradients when it wrapped the network; after "
+                "unfreezing or adding layers close() the loader, wrap the network again and balance() it, or wrap it "
+                "before freezing, with find_unused_parameters=True"
+            )
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._weight is None or self._checked.get(optimizer) == count:
+        if self._checked.get(optimizer) == count:
             return
         unknown = [
             parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in _balanced
@@ -191,6 +204,41 @@ def check_not_balanced(networks: Sequence[nn.Module]) -> None:
                     f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
                     "weighted twice; call close() of that loader first"
                 )
+
+
+def _frozen_at_wrapping(networks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters that were frozen when DistributedDataParallel wrapped their network, so it ignores them.
+
+    It does not say which these are, only how many it averages: if some but not all of the parameters that are frozen
+    now were frozen then, they are not found.
+
+    Raises:
+        ValueError: if a parameter has been unfrozen since.
+    """
+    found = {}
+    for network in networks:
+        model = getattr(network, "_orig_mod", network)  # inside torch.compile
+        if isinstance(model, DistributedDataParallel):
+            own = {name: one for name, one in model.named_parameters() if _averages(model, name)}
+            frozen = {name: one for name, one in own.items() if not one.requires_grad}
+            averaged = model._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+            if averaged < len(own) - len(frozen):
+                raise ValueError(
+                    f"DistributedDataParallel averages {averaged} parameters of {type(model.module).__name__}, and "
+                    f"{len(own) - len(frozen)} require gradients: some were unfrozen or added after it wrapped the "
+                    "network; unfreeze and add layers before"
+                )
+            if averaged == len(own) - len(frozen):
+                found.update(frozen)
+    return found
+
+
+def _averages(network: nn.Module, name: str) -> bool:
+    """Return whether DistributedDataParallel should average the gradient of a parameter over several ranks."""
+    model = getattr(network, "_orig_mod", network)
+    if not isinstance(model, DistributedDataParallel) or dist.get_world_size(model.process_group) == 1:
+        return False
+    return name.removeprefix("_orig_mod.").removeprefix("module.") not in model.parameters_to_ignore
 
 
 def _check_batchnorm(networks: Sequence[nn.Module]) -> None:

@@ -81,6 +81,7 @@ def test_two_unequal_ranks_train_as_one_process(script: str, tmp_path: Path) -> 
         ("accelerate_example", [], ["--split-batches", "--batch-size", "16"]),
         ("accelerate_example", [], ["--resume"]),
         ("lightning_boring", [], []),
+        ("lightning_boring", ["--find-rate"], []),
         ("transformers_trainer", ["--model", "llama"], []),
         ("transformers_trainer", ["--model", "bert"], []),
         ("transformers_trainer", ["--model", "own"], []),

@@ -231,6 +231,50 @@ def test_without_process_group() -> None:
         gangline.balance(nn.Linear(1, 1), DataLoader(Numbers(4)))
 
 
+def late_parameters(comm: Communicator, path: str, backend: str) -> None:
+    join(comm, path, backend)
+
+    def trained(network: nn.Module, model: nn.Module, change: Callable[[], object]) -> None:
+        with gangline.balance(model, DataLoader(Numbers(20), batch_size=4), loads=[3, 1]) as loader:
+            for epoch in range(2):
+                if epoch:
+                    change()
+                optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+                for batch in loader:
+                    optimizer.zero_grad()
+                    model(batch.float()).mean().backward()
+                    optimizer.step()
+
+    def of(layers: int, change: Callable[[nn.Sequential], object]) -> Callable[[], object]:
+        """Train with some layers frozen when the network is wrapped."""
+        network = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        network[:layers].requires_grad_(False)
+        model = DistributedDataParallel(network)
+        return lambda: trained(network, model, lambda: change(network))
+
+    def unfreeze(network: nn.Module) -> None:
+        network.requires_grad_(True)
+
+    check_refused(of(1, unfreeze), "different gradients of 0.weight, 0.bias", "wrap the network again")
+    check_refused(of(0, lambda network: network.append(nn.Linear(1, 1))), "different gradients of 2.weight, 2.bias")
+
+    network = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model = DistributedDataParallel(network, find_unused_parameters=True)
+    network[0].requires_grad_(False)
+    trained(network, model, lambda: unfreeze(network))  # averaged, as it was wrapped before it was frozen
+    weights = gathered(network.state_dict()["0.weight"].tolist())
+    assert weights[0] == weights[1]
+
+    network[1].requires_grad_(False)
+    model = DistributedDataParallel(network)
+    unfreeze(network)
+    check_refused(lambda: trained(network, model, lambda: None), "averages 2 parameters of Sequential, and 4 require")
+
+
+def test_parameters_that_no_wrapper_averages(tmp_path: Path) -> None:
+    spawn(late_parameters, 2, str(tmp_path / "store"), "gangline", threads=1)
+
+
 def killed(comm: Communicator, path: str, backend: str) -> None:
     join(comm, path, backend)
     model = DistributedDataParallel(nn.Linear(3, 1))

@@ -14,6 +14,7 @@ class BoringModel(pl.LightningModule):
         super().__init__()
         self.layer = nn.Linear(32, 2)
         self.batch_size = batch_size
+        self.lr = 0.1
 
     def forward(self, x):
         return self.layer(x)
@@ -27,7 +28,7 @@ class BoringModel(pl.LightningModule):
         self.log("x", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.layer.parameters(), lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
     def dataset(self):
@@ -51,6 +52,7 @@ def main():
     parser.add_argument("--loads", type=float, nargs="*")
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--resume")
+    parser.add_argument("--find-rate", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     callbacks = []
@@ -74,6 +76,8 @@ def main():
         enable_model_summary=False,
     )
     model = BoringModel(arguments.batch_size)
+    if arguments.find_rate:
+        pl.tuner.Tuner(trainer).lr_find(model, num_training=4)
     trainer.fit(model, ckpt_path=arguments.resume)
     trainer.save_checkpoint(f"{arguments.output}.ckpt")
     if trainer.is_global_zero:
