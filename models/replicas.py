@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from torch import nn
 from gangline.collectives.context import Context
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.models.batchnorm.running_statistics import Buffers, averaged, averaged_over
+from gangline.models.loss.loss_scale import all_finite
 from gangline.models.names import as_named_by, buffers_of, parameters_of, plain_name, state_of
 from gangline.models.workers import Workers
 
@@ -179,13 +179,9 @@ class Replicas:
     def first_non_finite(self) -> str | None:
         """Return the name of a trained parameter on this worker that holds inf or nan; None: all are finite."""
         parameters = self.first.parameters if self.divided is None else self.divided.owned()
-        held = {name: parameter.detach() for name, parameter in parameters.items() if parameter.numel()}
-        if not held:
+        if bool(all_finite(parameter.detach() for parameter in parameters.values())):  # waits once for a GPU
             return None
-        largest = torch.stack([norm.double() for norm in torch._foreach_norm(list(held.values()), math.inf)])
-        if bool(largest.isfinite().all()):  # waits once for a GPU
-            return None
-        return next(name for name, value in zip(held, largest.tolist(), strict=True) if not math.isfinite(value))
+        return next(name for name, parameter in parameters.items() if not bool(parameter.isfinite().all()))
 
     def weights(self, name: str) -> list[torch.Tensor]:
         """Return each replica's value of a parameter."""

@@ -18,16 +18,16 @@ _GROWTH_INTERVAL = 2000  # updates without an overflow before the scale doubles
 _MINIMUM = 1.0  # a smaller scale does not help gradients that overflow without scaling
 
 
-def all_finite(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return whether all gradients are finite: one flag, shape (), for all devices, on a GPU if there is one.
+def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return whether all tensors are finite: one flag, shape (), for all devices, on a GPU if there is one.
 
     The host does not wait for it here. It waits once when it reads the flag, after it has launched the step's other
     work.
     """
     on_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            on_device.setdefault(gradient.device, []).append(gradient)
+    for tensor in tensors:
+        if tensor.numel():
+            on_device.setdefault(tensor.device, []).append(tensor)
     flags = [torch.stack(torch._foreach_norm(one, math.inf)).isfinite().all() for one in on_device.values()]
     if not flags:
         return torch.tensor(True, device="cpu")
