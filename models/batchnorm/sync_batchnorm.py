@@ -30,6 +30,7 @@ from gangline.models.batchnorm.distributed_batchnorm import (
 )
 from gangline.models.workers import Workers
 
+Pass = Literal["forward", "backward"]
 State = Literal["in a layer", "finished", "without samples", "failed"]
 Value = TypeVar("Value")
 
@@ -45,25 +46,46 @@ class JointBatchNorm:
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         """Check that the layers can be synchronized: none overrides forward."""
         self.networks = list(networks)
+        self._workers: Workers | None = None  # None: no other worker's replicas take part
+        self._device: torch.device | None = None
         for network in self.networks:
             _layers(network)
 
-    @contextmanager
-    def forward_section(
-        self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None
-    ) -> Iterator[None]:
-        """Return a context manager that synchronizes a replica's layers; enter it around forward, in its thread.
+    def join(self, workers: Workers, device: torch.device | None) -> None:
+        """Synchronize with the replicas of these workers; ``device``: GPU that exchanges moments; None: the host."""
+        self._workers, self._device = workers if workers.count > 1 else None, device
 
-        The barrier is that of all replicas that have samples in this batch, used for this forward alone.
+    @contextmanager
+    def running(self, name: Pass, active: Sequence[int], *, one_after_another: bool) -> Iterator[ThreadBarrier | None]:
+        """Return a context manager for a pass over the replicas with samples; its barrier is for their sections.
+
+        Without a barrier, torch's own layers do. Collective if workers have joined, also for those without samples.
+        """
+        rounds = WorkerRounds(self._workers, name, self._device) if self._workers is not None else None
+        if rounds is None:
+            yield ThreadBarrier(active, one_after_another=one_after_another) if len(active) > 1 else None
+        elif active:
+            with rounds.running():
+                yield ThreadBarrier(active, one_after_another=one_after_another, rounds=rounds)
+        else:
+            rounds.follow(self.follow)
+            yield None
+
+    @contextmanager
+    def section(self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None) -> Iterator[None]:
+        """Return a context manager that synchronizes a replica's layers; enter it around its pass, in its thread.
+
+        Autograd then uses the calling thread for GPUs too. Its own thread of a GPU is one for all replicas on it, which
+        would wait for each other there.
         """
         replaced: list[_BatchNorm] = []
         try:
             barrier.begin(index, generator)
-            if len(barrier.participants) > 1 or barrier.rounds is not None:  # torch's own do for a single replica
-                for name, layer in _layers(self.networks[index]):
-                    layer.forward = _JointForward(layer, name, barrier, index)  # type: ignore[method-assign]
-                    replaced.append(layer)
-            yield
+            for name, layer in _layers(self.networks[index]):
+                layer.forward = _JointForward(layer, name, barrier, index)  # type: ignore[method-assign]
+                replaced.append(layer)
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         except BaseException as error:
             barrier.abort(error)
             raise
@@ -71,18 +93,6 @@ class JointBatchNorm:
             for layer in replaced:
                 del layer.forward
         barrier.leave(index)
-
-    @contextmanager
-    def backward_section(
-        self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None
-    ) -> Iterator[None]:
-        """Return the same for backward, with another barrier of the same participants.
-
-        Autograd then uses the calling thread for GPUs too. Its own thread of a GPU is one for all replicas on it, which
-        would wait for each other there.
-        """
-        with self.forward_section(barrier, index, generator), torch.autograd.set_multithreading_enabled(False):
-            yield
 
     def follow(self, values: Sequence[Sequence[Any]]) -> None:
         """Update running statistics by a round of other workers, for a worker that has no samples in this batch."""
@@ -136,7 +146,7 @@ class _JointForward:
         if not isinstance(call, _JointForward) or call.barrier.participants != self.barrier.participants:
             raise RuntimeError(
                 f"batch normalization {self.name!r} has joint statistics of replicas {self.barrier.participants}; "
-                "expected its backward in a backward_section, with a barrier of all of these"
+                "expected its backward in a section, with a barrier of all of these"
             )
         barrier, rounds, device = call.barrier, call.barrier.rounds, own.mean.device
         if rounds is not None:
@@ -310,9 +320,7 @@ class WorkerRounds:
     Every worker takes part in every round. If one fails, the next round raises its error on all others.
     """
 
-    def __init__(
-        self, workers: Workers, name: Literal["forward", "backward"], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, workers: Workers, name: Pass, device: torch.device | None = None) -> None:
         """Begin a pass of synchronous workers; ``device``: GPU that exchanges the moments; None: the host does."""
         self.rank = workers.rank
         self.device = device
