@@ -14,7 +14,7 @@ from torch import nn
 from gangline.collectives.context import Context
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.models.balance.balancer import ElapsedTime, mark
-from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, Pass, ThreadBarrier, copy_statistics
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, Pass, ThreadBarrier
 from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.explanation import explain_forward, explain_loss
@@ -189,16 +189,15 @@ class Executor:
             watch = train and self._is_random is False
             with self._watching_generators() if watch else contextlib.nullcontext():
                 shares = self._threads.run(calls, one_after_another=in_turn and barrier is None)
-        if train:
-            self._copy_statistics_to_idle(active)
         if divisor is not None:
             _check_loss_has_graph(shares)
         return shares
 
     def forward_without_samples(self) -> None:
         """Take part in the other workers' forward in training mode, if batch statistics are synchronized over them."""
-        with self._mode(True), self._joint("forward", [], in_turn=False):
-            pass
+        if self.joins_workers:
+            with self._mode(True), self._joint("forward", [], in_turn=False):
+                pass
 
     def active_replicas(self, slices: Sequence[slice]) -> list[int]:
         """Return the indices of the replicas whose slice has samples."""
@@ -213,25 +212,20 @@ class Executor:
         """True if replicas can run backward right after forward without a barrier, which saves a thread hand-over."""
         return self._threads.uses_threads and self._batchnorm is None and self._is_random is False
 
-    def _copy_statistics_to_idle(self, active: Sequence[int]) -> None:
-        """With synchronized batch statistics, copy running statistics to replicas without a share."""
-        if self._batchnorm is not None and len(active) < len(self._replicas):
-            idle = [replica.network for index, replica in enumerate(self._replicas) if index not in active]
-            copy_statistics(self._replicas[active[0]].network, idle)
-
     def _joint(
         self, name: Pass, active: Sequence[int], *, in_turn: bool
     ) -> contextlib.AbstractContextManager[ThreadBarrier | None]:
         """Run a pass in the block, with a barrier if batch statistics are synchronized."""
         if self._batchnorm is None:
             return contextlib.nullcontext()
-        return self._batchnorm.running(name, active, one_after_another=in_turn)
+        devices = {index: self._replicas[index].context.torch_device for index in active if in_turn}
+        return self._batchnorm.running(name, active, {index: generator_of(device) for index, device in devices.items()})
 
     def _section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
         """Synchronize a replica's batch statistics in the block, if there is a barrier."""
         if barrier is None or self._batchnorm is None:
             return contextlib.nullcontext()
-        return self._batchnorm.section(barrier, index, generator_of(self._replicas[index].context.torch_device))
+        return self._batchnorm.section(barrier, index)
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
@@ -356,8 +350,6 @@ class Executor:
                 self._threads.run(calls, one_after_another=in_turn and barrier is None)
             else:  # one call over all replicas: distinct GPUs run in parallel without Python in between
                 run(active, [t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
-        if active:
-            self._copy_statistics_to_idle(active)  # recomputed layers update running statistics again
 
     @contextlib.contextmanager
     def _mode(self, train: bool) -> Iterator[None]:
