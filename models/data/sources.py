@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -172,12 +172,7 @@ class BatchOrder:
 
     def plan(self) -> dict[str, Any]:
         """Return the settings that must be equal to resume a run within an epoch."""
-        return {
-            "samples": self.samples,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed if self.shuffle else None,
-        }
+        return asdict(self) | {"seed": self.seed if self.shuffle else None}
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
