@@ -30,7 +30,6 @@ from gangline.models.batchnorm.distributed_batchnorm import (
 )
 from gangline.models.workers import Workers
 
-Pass = Literal["forward", "backward"]
 State = Literal["in a layer", "finished", "without samples", "failed"]
 Value = TypeVar("Value")
 
@@ -57,7 +56,7 @@ class JointBatchNorm:
 
     @contextmanager
     def running(
-        self, name: Pass, active: Sequence[int], generators: Mapping[int, torch.Generator]
+        self, name: Direction, active: Sequence[int], generators: Mapping[int, torch.Generator]
     ) -> Iterator[ThreadBarrier | None]:
         """Return a context manager for a pass over the replicas with samples; its barrier is for their sections.
 
@@ -323,7 +322,7 @@ class WorkerRounds:
     Every worker takes part in every round. If one fails, the next round raises its error on all others.
     """
 
-    def __init__(self, workers: Workers, name: Pass, device: torch.device | None = None) -> None:
+    def __init__(self, workers: Workers, name: Direction, device: torch.device | None = None) -> None:
         """Begin a pass of synchronous workers; ``device``: GPU that exchanges the moments; None: the host does."""
         self.rank = workers.rank
         self.device = device

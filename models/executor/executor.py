@@ -14,7 +14,8 @@ from torch import nn
 from gangline.collectives.context import Context
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.models.balance.balancer import ElapsedTime, mark
-from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, Pass, ThreadBarrier
+from gangline.models.batchnorm.distributed_batchnorm import Direction
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier
 from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.explanation import explain_forward, explain_loss
@@ -213,7 +214,7 @@ class Executor:
         return self._threads.uses_threads and self._batchnorm is None and self._is_random is False
 
     def _joint(
-        self, name: Pass, active: Sequence[int], *, in_turn: bool
+        self, name: Direction, active: Sequence[int], *, in_turn: bool
     ) -> contextlib.AbstractContextManager[ThreadBarrier | None]:
         """Run a pass in the block, with a barrier if batch statistics are synchronized."""
         if self._batchnorm is None:
