@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,6 @@ from torch import nn
 from gangline.collectives.context import Context
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.models.batchnorm.running_statistics import Buffers, averaged, averaged_over
-from gangline.models.loss.loss_scale import all_finite
 from gangline.models.names import as_named_by, buffers_of, parameters_of, plain_name, state_of
 from gangline.models.workers import Workers
 
@@ -265,6 +265,23 @@ class Replicas:
                 buffers[name].copy_(per_replica[index])
             replica.samples_seen = samples_seen[index]
         self.note()
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return whether all tensors are finite: one flag, shape (), for all devices, on a GPU if there is one.
+
+    The host does not wait for it here. It waits once when it reads the flag, after it has launched the step's other
+    work.
+    """
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            on_device.setdefault(tensor.device, []).append(tensor)
+    flags = [torch.stack(torch._foreach_norm(one, math.inf)).isfinite().all() for one in on_device.values()]
+    if not flags:
+        return torch.tensor(True, device="cpu")
+    target = next((flag.device for flag in flags if flag.is_cuda), flags[0].device)  # a copy to the host would wait
+    return torch.stack([flag.to(target, non_blocking=True) for flag in flags]).all()
 
 
 @torch.no_grad()

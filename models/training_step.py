@@ -17,9 +17,10 @@ from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.executor.executor import Executor, Share, is_out_of_memory
-from gangline.models.loss.loss_scale import LossScale, all_finite
+from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding
+from gangline.models.replicas import all_finite
 from gangline.models.run_state import RunState
 
 _SMALL_OUTPUTS = 1 << 18
