@@ -179,13 +179,9 @@ class Replicas:
     def first_non_finite(self) -> str | None:
         """Return the name of a trained parameter on this worker that holds inf or nan; None: all are finite."""
         parameters = self.first.parameters if self.divided is None else self.divided.owned()
-        held = {name: parameter.detach() for name, parameter in parameters.items() if parameter.numel()}
-        if not held:
+        if bool(all_finite(parameter.detach() for parameter in parameters.values())):  # waits once for a GPU
             return None
-        largest = torch.stack([norm.double() for norm in torch._foreach_norm(list(held.values()), math.inf)])
-        if bool(largest.isfinite().all()):  # waits once for a GPU
-            return None
-        return next(name for name, value in zip(held, largest.tolist(), strict=True) if not math.isfinite(value))
+        return next(name for name, parameter in parameters.items() if not bool(parameter.isfinite().all()))
 
     def weights(self, name: str) -> list[torch.Tensor]:
         """Return each replica's value of a parameter."""
@@ -269,6 +265,23 @@ class Replicas:
                 buffers[name].copy_(per_replica[index])
             replica.samples_seen = samples_seen[index]
         self.note()
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return whether all tensors are finite: one flag, shape (), for all devices, on a GPU if there is one.
+
+    The host does not wait for it here. It waits once when it reads the flag, after it has launched the step's other
+    work.
+    """
+    on_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            on_device.setdefault(tensor.device, []).append(tensor)
+    flags = [torch.stack(torch._foreach_norm(one, math.inf)).isfinite().all() for one in on_device.values()]
+    if not flags:
+        return torch.tensor(True, device="cpu")
+    target = next((flag.device for flag in flags if flag.is_cuda), flags[0].device)  # a copy to the host would wait
+    return torch.stack([flag.to(target, non_blocking=True) for flag in flags]).all()
 
 
 @torch.no_grad()

@@ -17,9 +17,10 @@ from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.executor.executor import Executor, Share, is_out_of_memory
-from gangline.models.loss.loss_scale import LossScale, all_finite
+from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding
+from gangline.models.replicas import all_finite
 from gangline.models.run_state import RunState
 
 _SMALL_OUTPUTS = 1 << 18
@@ -59,8 +60,6 @@ class TrainingStep:
         self.inputs_need_grad = False
         self.set_optimizer(NoOptimizer())
         self.seconds_waiting = 0.0
-        self.normalizer = 0.0
-        """Normalizer of the last forward's summed loss, on this worker."""
         self._shares: list[Share] = []
         self._divisor: float | None = None  # of the batch's summed loss; None while it is unknown
         self._first_sample = 0  # of this worker, within the batch of all workers
@@ -83,6 +82,11 @@ class TrainingStep:
     def loads(self) -> list[float]:
         """The current loads, one per context."""
         return self._load_balancer.loads if self._load_balancer is not None else self._loads
+
+    @property
+    def normalizer(self) -> float:
+        """Normalizer of the last forward's summed loss, on this worker."""
+        return 1.0 if self._loss.is_sum else sum((share.count for share in self._shares), 0.0)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -114,7 +118,6 @@ class TrainingStep:
         elif train:
             self._executor.forward_without_samples()
         self._timed(self.optimizer.end_forward, has_samples=data is not None)
-        self.normalizer = self._normalizer_of(self._shares)
 
     def _slices(self, data: Batch) -> list[slice]:
         return split_batch(num_samples(data, "data"), self.loads, self._minimum)
@@ -176,9 +179,6 @@ class TrainingStep:
             divisor=divisor,
             first_sample=self._first_sample,
         )
-
-    def _normalizer_of(self, shares: Sequence[Share]) -> float:
-        return 1.0 if self._loss.is_sum else sum(share.count for share in shares)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -477,7 +477,6 @@ class TrainingStep:
                 share.output = map_tensors(torch.Tensor.detach, share.output)
                 share.loss = share.loss.detach() if share.loss is not None else None
             self._shares += shares
-        self.normalizer = self._normalizer_of(self._shares)
         if self._divisor is None:
             self._divisor = self._divisor_and_weight()
             if divisor != self._divisor:
@@ -487,7 +486,7 @@ class TrainingStep:
     def _fused_forward_backward(self, data: Batch, label: Batch | None, normalizer: float) -> None:
         """Run forward and backward of each replica in one thread task."""
         slices = self._slices(data)
-        self.normalizer, self._divisor = normalizer, normalizer or 1.0
+        self._divisor = normalizer or 1.0
         self._weight = None if self._loss.is_sum else normalizer
         active = self._executor.active_replicas(slices)
         self.optimizer.begin_backward(active, push_early=True, weight=self._weight)

@@ -140,7 +140,7 @@ class BalancedLoader:
 
         settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings, "balance")
-        self._loss_reduction, self._count = loss_reduction, count
+        self._loss_reduction = loss_reduction
         self._networks = networks
         timer = RankTimer(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
@@ -173,12 +173,12 @@ class BalancedLoader:
         self._outer = self._steps if outer is None else outer
         if outer is not None:
             outer.base_dataloader = self._steps
-        self._smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
         self._weights = GradientWeights(networks) if loss_reduction != "normalized" else None
         reduction = None
         if self._weights is not None and self._trains_as_read:
             self._weights.reduction = reduction = reduction_of(networks)
-        self._lockstep = Lockstep(self._exchange, reduction, is_mean=loss_reduction == "mean")
+        smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
+        self._lockstep = Lockstep(self._exchange, reduction, count, is_mean=loss_reduction == "mean", smallest=smallest)
         _open.add(self._lockstep)
         self.epoch = 0
         """Number of the current epoch, or of the next one between epochs."""
@@ -421,9 +421,7 @@ class _Steps:
         loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
         assert owner._seed is not None
         pieces = source.pieces(loader, owner._seed + owner.epoch, owner._consumed, owner._first)
-        for share, batch in owner._lockstep.batches(
-            pieces, source.read_ahead, owner._first, owner._count, owner._smallest
-        ):
+        for share, batch in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
             self.shares.append(share)
             yield batch
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -87,12 +88,16 @@ class Lockstep:
     same decision from all ranks' messages.
     """
 
-    def __init__(self, exchange: RankExchange, reduction: Reduction | None, *, is_mean: bool = True) -> None:
+    def __init__(
+        self, exchange: RankExchange, reduction: Reduction | None, count: Count | None, *, is_mean: bool, smallest: int
+    ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
-        ``is_mean``: the gradient is that of a mean over the global batch; else of a sum.
+        ``count`` None: samples. ``is_mean``: the gradient is that of a mean over the global batch; else of a sum. A
+        global batch of fewer than ``smallest`` samples ends the epoch.
         """
-        self._exchange, self._reduction, self._is_mean = exchange, reduction, is_mean
+        self._exchange, self._reduction, self._count = exchange, reduction, count
+        self._is_mean, self._smallest = is_mean, smallest
         self.is_open = False
         """True while this rank is in an epoch."""
         self.was_left = False
@@ -116,12 +121,7 @@ class Lockstep:
         self._ask(Signal.EPOCH)
 
     def batches(
-        self,
-        pieces: Iterator[Piece],
-        read_ahead: Callable[[], None],
-        first: int,
-        counter: Count | None,
-        smallest: int,
+        self, pieces: Iterator[Piece], read_ahead: Callable[[], None], first: int
     ) -> Iterator[tuple[Share, Any]]:
         """Return the batches of an epoch with the shares of all ranks. Collective.
 
@@ -132,13 +132,11 @@ class Lockstep:
             pieces: this rank's batches; at its end a rank stops, or continues with pieces of 0 samples.
             read_ahead: gets from other ranks what the next piece needs. Collective.
             first: number of the first global batch.
-            counter: returns the divisor of the mean loss of a batch; None: samples.
-            smallest: samples of the smallest global batch; the first one that is smaller ends the epoch.
         """
         self.is_open = True
         try:
             for number in count(first):
-                share_and_batch = self._next(pieces, number, counter, smallest)
+                share_and_batch = self._next(pieces, number)
                 if share_and_batch is None:
                     return
                 read_ahead()
@@ -147,9 +145,7 @@ class Lockstep:
             self.is_open = False  # on all ranks
             raise
 
-    def _next(
-        self, pieces: Iterator[Piece], number: int, counter: Count | None, smallest: int
-    ) -> tuple[Share, Any] | None:
+    def _next(self, pieces: Iterator[Piece], number: int) -> tuple[Share, Any] | None:
         """Read a batch and exchange its counts; None: the epoch has ended."""
         if self.is_stopping:
             self._ask(Signal.STOP)
@@ -157,8 +153,7 @@ class Lockstep:
         piece, row, error = Piece(0, None), (Signal.UNREAD, 0.0, 0.0, 0.0), None
         try:
             piece = next(pieces, piece)
-            counted = float(piece.samples) if counter is None or not piece.samples else _counted(counter, piece.batch)
-            row = (Signal.BATCH, float(piece.samples), counted, float(piece.whole))
+            row = (Signal.BATCH, float(piece.samples), _counted(self._count, piece), float(piece.whole))
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
         rows = self._ask(*row)
@@ -166,7 +161,7 @@ class Lockstep:
             return None
         if any(row[0] == Signal.UNREAD for row in rows):
             try:
-                self._exchange.all_gather_results(_raiser(error), f"reading global batch {number}")
+                self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {number}")
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
         for rank, (_, _, counted, whole) in enumerate(rows):
@@ -180,7 +175,7 @@ class Lockstep:
                     'set, and with stream="same" the same order of samples (the same seed of shuffles), on all ranks'
                 )
         counts = [int(row[1]) for row in rows]
-        if sum(counts) < smallest:
+        if sum(counts) < self._smallest:
             self.is_open = False
             return None
         return Share(number, counts, [row[2] for row in rows]), piece.batch
@@ -339,8 +334,8 @@ class Lockstep:
         )
 
 
-def _counted(counter: Count, batch: Any) -> float:
-    value = counter(batch)
+def _counted(count: Count | None, piece: Piece) -> float:
+    value = piece.samples if count is None or not piece.samples else count(piece.batch)
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -348,12 +343,9 @@ def _counted(counter: Count, batch: Any) -> float:
         raise TypeError(f"count= returned {shown}; expected one number, such as (labels != -100).sum()") from error
 
 
-def _raiser(error: Exception | None) -> Callable[[], None]:
-    def call() -> None:
-        if error is not None:
-            raise error
-
-    return call
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _listed(signals: Sequence[Signal], *wanted: Signal) -> str:

@@ -6,7 +6,7 @@ The replicas of a worker exchange moments at a `ThreadBarrier`; a `WorkerRounds`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition
@@ -45,25 +45,51 @@ class JointBatchNorm:
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         """Check that the layers can be synchronized: none overrides forward."""
         self.networks = list(networks)
+        self._workers: Workers | None = None  # None: no other worker's replicas take part
+        self._device: torch.device | None = None
         for network in self.networks:
             _layers(network)
 
-    @contextmanager
-    def forward_section(
-        self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None
-    ) -> Iterator[None]:
-        """Return a context manager that synchronizes a replica's layers; enter it around forward, in its thread.
+    def join(self, workers: Workers, device: torch.device | None) -> None:
+        """Synchronize with the replicas of these workers; ``device``: GPU that exchanges moments; None: the host."""
+        self._workers, self._device = workers if workers.count > 1 else None, device
 
-        The barrier is that of all replicas that have samples in this batch, used for this forward alone.
+    @contextmanager
+    def running(
+        self, name: Direction, active: Sequence[int], generators: Mapping[int, torch.Generator]
+    ) -> Iterator[ThreadBarrier | None]:
+        """Return a context manager for a pass over the replicas with samples; its barrier is for their sections.
+
+        With ``generators`` of the replicas' random numbers they take turns. Without a barrier, torch's own layers do.
+        Collective if workers have joined, also for those without samples.
+        """
+        rounds = WorkerRounds(self._workers, name, self._device) if self._workers is not None else None
+        if rounds is None:
+            yield ThreadBarrier(active, generators) if len(active) > 1 else None
+        elif active:
+            with rounds.running():
+                yield ThreadBarrier(active, generators, rounds=rounds)
+        else:
+            rounds.follow(self.follow)
+            yield None
+        if active:
+            self._copy_to_idle(active)  # also after backward: recomputed layers update running statistics again
+
+    @contextmanager
+    def section(self, barrier: ThreadBarrier, index: int) -> Iterator[None]:
+        """Return a context manager that synchronizes a replica's layers; enter it around its pass, in its thread.
+
+        Autograd then uses the calling thread for GPUs too. Its own thread of a GPU is one for all replicas on it, which
+        would wait for each other there.
         """
         replaced: list[_BatchNorm] = []
         try:
-            barrier.begin(index, generator)
-            if len(barrier.participants) > 1 or barrier.rounds is not None:  # torch's own do for a single replica
-                for name, layer in _layers(self.networks[index]):
-                    layer.forward = _JointForward(layer, name, barrier, index)  # type: ignore[method-assign]
-                    replaced.append(layer)
-            yield
+            barrier.begin(index)
+            for name, layer in _layers(self.networks[index]):
+                layer.forward = _JointForward(layer, name, barrier, index)  # type: ignore[method-assign]
+                replaced.append(layer)
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         except BaseException as error:
             barrier.abort(error)
             raise
@@ -71,18 +97,6 @@ class JointBatchNorm:
             for layer in replaced:
                 del layer.forward
         barrier.leave(index)
-
-    @contextmanager
-    def backward_section(
-        self, barrier: ThreadBarrier, index: int, generator: torch.Generator | None = None
-    ) -> Iterator[None]:
-        """Return the same for backward, with another barrier of the same participants.
-
-        Autograd then uses the calling thread for GPUs too. Its own thread of a GPU is one for all replicas on it, which
-        would wait for each other there.
-        """
-        with self.forward_section(barrier, index, generator), torch.autograd.set_multithreading_enabled(False):
-            yield
 
     def follow(self, values: Sequence[Sequence[Any]]) -> None:
         """Update running statistics by a round of other workers, for a worker that has no samples in this batch."""
@@ -96,14 +110,13 @@ class JointBatchNorm:
                 on_device = _from_host(shares, device)
                 update_running_statistics(layer, *combined(on_device, device), sum(share.size for share in shares))
 
-
-def copy_statistics(source: nn.Module, targets: Iterable[nn.Module]) -> None:
-    """Copy running statistics to replicas without a share of a batch from a replica with a share."""
-    for target in targets:
-        for (_, layer), (_, other) in zip(_layers(source), _layers(target), strict=True):
-            theirs = dict(other.named_buffers(recurse=False))
-            for name, value in layer.named_buffers(recurse=False):
-                theirs[name].copy_(value)
+    def _copy_to_idle(self, active: Sequence[int]) -> None:
+        """Copy running statistics to replicas without a share of a batch from a replica with a share."""
+        for target in [network for index, network in enumerate(self.networks) if index not in active]:
+            for (_, layer), (_, other) in zip(_layers(self.networks[active[0]]), _layers(target), strict=True):
+                theirs = dict(other.named_buffers(recurse=False))
+                for name, value in layer.named_buffers(recurse=False):
+                    theirs[name].copy_(value)
 
 
 def _layers(network: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -136,7 +149,7 @@ class _JointForward:
         if not isinstance(call, _JointForward) or call.barrier.participants != self.barrier.participants:
             raise RuntimeError(
                 f"batch normalization {self.name!r} has joint statistics of replicas {self.barrier.participants}; "
-                "expected its backward in a backward_section, with a barrier of all of these"
+                "expected its backward in a section, with a barrier of all of these"
             )
         barrier, rounds, device = call.barrier, call.barrier.rounds, own.mean.device
         if rounds is not None:
@@ -189,13 +202,18 @@ class ThreadBarrier:
     """Barrier for a fixed set of participants, one thread each; the n-th `exchange` of each closes round n.
 
     A participant finishes with `leave`, or with `abort` on failure, so that no other blocks on it forever. With
-    ``one_after_another`` the participants run one at a time, in the order of their indices: a turn lasts from `begin`
-    or an exchange to the next exchange or the end. Draws from a shared random generator then do not depend on which
-    thread is faster. A barrier serves one pass over a batch.
+    ``generators`` the participants run one at a time, in the order of their indices: a turn lasts from `begin` or an
+    exchange to the next exchange or the end. Each turn continues the participant's generator, which others may share,
+    from the participant's own state, and restores it at the end. Draws then do not depend on which thread is faster. A
+    barrier serves one pass over a batch.
     """
 
     def __init__(
-        self, participants: Iterable[int], *, one_after_another: bool = False, rounds: WorkerRounds | None = None
+        self,
+        participants: Iterable[int],
+        generators: Mapping[int, torch.Generator] | None = None,
+        *,
+        rounds: WorkerRounds | None = None,
     ) -> None:
         """Create the barrier; ``rounds`` exchanges with the barriers of other workers, if any."""
         self.participants = sorted(set(participants))
@@ -210,21 +228,15 @@ class ThreadBarrier:
         self._left: set[int] = set()
         self._mismatch = ""
         self._error: BaseException | None = None
-        self._takes_turns = one_after_another
         self._turn = next(iter(self.participants), None)
-        self._generators: dict[int, torch.Generator | None] = {}
+        self._generators = generators or {}  # of all participants if they take turns
         self._own_states: dict[int, torch.Tensor] = {}
         self._state_before: torch.Tensor | None = None
 
-    def begin(self, index: int, generator: torch.Generator | None = None) -> None:
-        """Wait for the participant's first turn; without turns, return at once.
-
-        Each turn continues a generator that is shared with other participants from the participant's own state, and
-        restores it at the end.
-        """
-        if self._takes_turns:
+    def begin(self, index: int) -> None:
+        """Wait for the participant's first turn; without turns, return at once."""
+        if self._generators:
             with self._condition:
-                self._generators[index] = generator
                 self._wait_for(index, lambda: self._turn == index)
                 self._begin_turn(index)
 
@@ -248,7 +260,7 @@ class ThreadBarrier:
                 self._rounds += 1
             self._end_turn(index)
             self._condition.notify_all()
-            self._wait_for(index, lambda: self._rounds >= call and (not self._takes_turns or self._turn == index))
+            self._wait_for(index, lambda: self._rounds >= call and (not self._generators or self._turn == index))
             self._begin_turn(index)
             return list(self._result)
 
@@ -310,9 +322,7 @@ class WorkerRounds:
     Every worker takes part in every round. If one fails, the next round raises its error on all others.
     """
 
-    def __init__(
-        self, workers: Workers, name: Literal["forward", "backward"], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, workers: Workers, name: Direction, device: torch.device | None = None) -> None:
         """Begin a pass of synchronous workers; ``device``: GPU that exchanges the moments; None: the host does."""
         self.rank = workers.rank
         self.device = device

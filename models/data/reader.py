@@ -79,17 +79,17 @@ class Reader:
         self._loader = None
 
     def _new_loader(self) -> DataLoader[Any]:
-        options: dict[str, Any] = {}
+        # Each epoch draws a seed for workers, which must not come from the training's generator.
+        options: dict[str, Any] = {"generator": torch.Generator()}
         if self._num_workers:  # the fork server has no threads: a fork with torch's threads may hang
             context = torch.multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(_PRELOAD)
-            options = {
+            options |= {
                 "num_workers": self._num_workers,
                 "persistent_workers": True,
                 "prefetch_factor": _PREFETCHED,
                 "multiprocessing_context": context,
                 "worker_init_fn": partial(_follow_parent, os.getpid()),
-                "generator": torch.Generator(),  # starting workers draws a seed, but not from the training's generator
             }
         return DataLoader(
             self._dataset,

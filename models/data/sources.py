@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -172,12 +172,7 @@ class BatchOrder:
 
     def plan(self) -> dict[str, Any]:
         """Return the settings that must be equal to resume a run within an epoch."""
-        return {
-            "samples": self.samples,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed if self.shuffle else None,
-        }
+        return asdict(self) | {"seed": self.seed if self.shuffle else None}
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
@@ -200,13 +195,12 @@ class _Ordered(Source):
     def parts(
         self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
     ) -> Iterator[Item | None]:
+        skipped()  # skipping draws no random numbers
         if isinstance(workers, ElasticWorkers):
-            return self._parts_of_steps(workers, epoch, skip, skipped)
-        return self._items(self.order.shares(epoch, skip, workers), epoch, skipped)
+            return self._parts_of_steps(workers, epoch, skip)
+        return self._items(self.order.shares(epoch, skip, workers), epoch)
 
-    def _parts_of_steps(
-        self, workers: ElasticWorkers, epoch: int, skip: int, skipped: Callable[[], None]
-    ) -> Iterator[Item | None]:
+    def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
         """Yield this worker's share of each step's batch until it leaves the job.
 
         Prefetching assumes an equal share of the next batch; if the share differs, prefetching restarts there.
@@ -221,12 +215,12 @@ class _Ordered(Source):
             if (share, len(batch)) != expected:
                 expected = share, len(batch)
                 alike = [each[share] for each in batches[number:] if len(each) == len(batch)]
-                items, skipped = self._items(alike, epoch, skipped), _do_nothing
+                items = self._items(alike, epoch)
             yield next(items)
 
     @abc.abstractmethod
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int, skipped: Callable[[], None]) -> Iterator[Item | None]:
-        """Yield the samples of each batch of indices, after a call of ``skipped``; None for a batch without samples."""
+    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:
+        """Yield the samples of each batch of indices; None for a batch without samples."""
 
     def plan(self) -> dict[str, Any]:
         return self.order.plan()
@@ -248,14 +242,8 @@ class _Arrays(_Ordered):
         copies = shuffle or pin  # otherwise batches are views
         self.reads_ahead = int(copies and per_sample * min(batch_size, samples) >= _GATHERED_AHEAD)
 
-    def _items(
-        self,
-        batches: Iterable[torch.Tensor],
-        epoch: int,  # noqa: ARG002  inherited
-        skipped: Callable[[], None],
-    ) -> Iterator[Item | None]:
+    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:  # noqa: ARG002  inherited
         """Yield the samples of each batch; a thread gathers the next batch if batches are large."""
-        skipped()
         if not self.reads_ahead:
             yield from map(self._select, batches)
             return
@@ -285,9 +273,8 @@ class _Samples(_Ordered):
         self.reads_ahead = self._reader.reads_ahead
         self.order = BatchOrder(len(dataset), batch_size, shuffle, seed)
 
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int, skipped: Callable[[], None]) -> Iterator[Item | None]:
-        lists = (indices.tolist() for indices in batches)
-        for item in self._reader.read(_Skipping(lists, 0, skipped), epoch):
+    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:
+        for item in self._reader.read((indices.tolist() for indices in batches), epoch):
             yield _pair(item, "a batch of the dataset") if item is not None else None
 
     def close(self) -> None:
@@ -311,18 +298,13 @@ class _Loader(Source):
         base = base_dataset(self._loader.dataset)
         if hasattr(base, "set_epoch"):
             base.set_epoch(epoch)  # for augmentation
-        for item in self._after(skip, skipped) if skip else self._loader:
+        batches: Iterable[Any] = self._loader
+        if skip and self._loader.num_workers:  # draw random numbers while reading, so they must read the first batches
+            batches = _after(batches, skip, skipped)
+        elif skip:  # draws the first batches without reading them
+            batches = copy_loader(self._loader, batch_sampler=_after(samplers[1], skip, skipped))
+        for item in batches:
             yield _pair(item, "a batch of the DataLoader")
-
-    def _after(self, skip: int, skipped: Callable[[], None]) -> Iterator[Any]:
-        if not self._loader.num_workers:  # draws the first batches without reading them
-            sampler = _Skipping(self._loader.batch_sampler, skip, skipped)
-            return iter(copy_loader(self._loader, batch_sampler=sampler))
-        batches = iter(self._loader)  # workers draw random numbers while reading, so they must read the first batches
-        for _ in range(skip):
-            next(batches, None)
-        skipped()
-        return batches
 
     def plan(self) -> dict[str, Any]:
         return {"batches": self.num_batches(), "batch_size": self._loader.batch_size}
@@ -331,18 +313,13 @@ class _Loader(Source):
         return length_of(self._loader)
 
 
-class _Skipping:
-    """Batch sampler that draws its first batches and drops them."""
-
-    def __init__(self, sampler: Any, skip: int, skipped: Callable[[], None]) -> None:
-        self._sampler, self._skip, self._skipped = sampler, skip, skipped
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self._sampler)
-        for _ in range(self._skip):
-            next(batches, None)
-        self._skipped()
-        yield from batches
+def _after(batches: Iterable[Any], skip: int, skipped: Callable[[], None]) -> Iterator[Any]:
+    """Draw and drop the first ``skip`` batches; yield the others after a call of ``skipped``."""
+    others = iter(batches)
+    for _ in range(skip):
+        next(others, None)
+    skipped()
+    yield from others
 
 
 class _Iterable(Source):

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +14,8 @@ from torch import nn
 from gangline.collectives.context import Context
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.models.balance.balancer import ElapsedTime, mark
-from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier, WorkerRounds, copy_statistics
+from gangline.models.batchnorm.distributed_batchnorm import Direction
+from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier
 from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.explanation import explain_forward, explain_loss
@@ -82,7 +82,6 @@ class Executor:
         self.out_of_memory: list[int] = []
         """Indices of the contexts that may have run out of memory in the last failed pass."""
         self._workers = Workers()
-        self._moments_device: torch.device | None = None  # where workers exchange moments; None: on the host
 
     @property
     def is_bound(self) -> bool:
@@ -134,6 +133,7 @@ class Executor:
         """Join the steps of these workers. Collective among synchronous workers."""
         if workers.in_step:
             workers.check_same({"sync_batchnorm": self.sync_batchnorm}, "init_optimizer")
+        device = None
         if self.sync_batchnorm and workers.count > 1:
             if not workers.in_step:
                 raise ValueError(
@@ -143,7 +143,9 @@ class Executor:
             self._batchnorm = self._batchnorm or JointBatchNorm([replica.network for replica in self._replicas])
             devices = [replica.context.torch_device for replica in self._replicas]
             has_one_gpu = len(devices) == 1 and devices[0].type == "cuda" and workers.gathers_tensors
-            self._moments_device = devices[0] if all(workers.all_gather(has_one_gpu, "init_optimizer")) else None
+            device = devices[0] if all(workers.all_gather(has_one_gpu, "init_optimizer")) else None
+        if self._batchnorm is not None:
+            self._batchnorm.join(workers, device)
         self._workers = workers
 
     @property
@@ -171,8 +173,6 @@ class Executor:
         """
         active = self.active_replicas(slices)
         in_turn = train and self._is_random is not False
-        rounds = self._begin_rounds("forward") if train else None
-        barrier = self._make_barrier(active, in_turn, rounds) if train else None
 
         def call(index: int) -> Share:
             replica = self._replicas[index]
@@ -185,22 +185,20 @@ class Executor:
 
         calls = [(index, partial(call, index)) for index in active]
         self.out_of_memory.clear()
-        with self._mode(train), _running(rounds):
+        joint = self._joint("forward", active, in_turn=in_turn) if train else contextlib.nullcontext()
+        with self._mode(train), joint as barrier:
             watch = train and self._is_random is False
             with self._watching_generators() if watch else contextlib.nullcontext():
                 shares = self._threads.run(calls, one_after_another=in_turn and barrier is None)
-        if train:
-            self._copy_statistics_to_idle(active)
         if divisor is not None:
             _check_loss_has_graph(shares)
         return shares
 
     def forward_without_samples(self) -> None:
         """Take part in the other workers' forward in training mode, if batch statistics are synchronized over them."""
-        rounds = self._begin_rounds("forward")
-        if rounds is not None and self._batchnorm is not None:
-            with self._mode(True):
-                rounds.follow(self._batchnorm.follow)
+        if self.joins_workers:
+            with self._mode(True), self._joint("forward", [], in_turn=False):
+                pass
 
     def active_replicas(self, slices: Sequence[slice]) -> list[int]:
         """Return the indices of the replicas whose slice has samples."""
@@ -215,29 +213,20 @@ class Executor:
         """True if replicas can run backward right after forward without a barrier, which saves a thread hand-over."""
         return self._threads.uses_threads and self._batchnorm is None and self._is_random is False
 
-    def _copy_statistics_to_idle(self, active: Sequence[int]) -> None:
-        """With synchronized batch statistics, copy running statistics to replicas without a share."""
-        if self._batchnorm is not None and len(active) < len(self._replicas):
-            idle = [replica.network for index, replica in enumerate(self._replicas) if index not in active]
-            copy_statistics(self._replicas[active[0]].network, idle)
+    def _joint(
+        self, name: Direction, active: Sequence[int], *, in_turn: bool
+    ) -> contextlib.AbstractContextManager[ThreadBarrier | None]:
+        """Run a pass in the block, with a barrier if batch statistics are synchronized."""
+        if self._batchnorm is None:
+            return contextlib.nullcontext()
+        devices = {index: self._replicas[index].context.torch_device for index in active if in_turn}
+        return self._batchnorm.running(name, active, {index: generator_of(device) for index, device in devices.items()})
 
-    def _begin_rounds(self, name: Literal["forward", "backward"]) -> WorkerRounds | None:
-        return WorkerRounds(self._workers, name, self._moments_device) if self.joins_workers else None
-
-    def _make_barrier(self, active: Sequence[int], in_turn: bool, rounds: WorkerRounds | None) -> ThreadBarrier | None:
-        """Return a barrier for this pass if batch statistics are synchronized."""
-        if self._batchnorm is None or not active or (len(active) < 2 and rounds is None):
-            return None
-        return ThreadBarrier(active, one_after_another=in_turn, rounds=rounds)
-
-    def _section(
-        self, barrier: ThreadBarrier | None, index: int, *, backward: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
+    def _section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
         """Synchronize a replica's batch statistics in the block, if there is a barrier."""
         if barrier is None or self._batchnorm is None:
             return contextlib.nullcontext()
-        section = self._batchnorm.backward_section if backward else self._batchnorm.forward_section
-        return section(barrier, index, generator_of(self._replicas[index].context.torch_device))
+        return self._batchnorm.section(barrier, index)
 
     @contextlib.contextmanager
     def _watching_generators(self) -> Iterator[None]:
@@ -347,28 +336,21 @@ class Executor:
     def _run_backward(self, roots: Sequence[Root]) -> None:
         active = [self._replicas.index(share.replica) for share, _, _ in roots]
         in_turn = bool(self._is_random)  # recomputed layers draw again, from a shared generator
-        rounds = self._begin_rounds("backward")
-        if rounds is not None and self._batchnorm is not None and not active:
-            rounds.follow(self._batchnorm.follow)
-            return
-        barrier = self._make_barrier(active, in_turn, rounds)
 
         def run(indices: list[int], tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._monitored(indices, barrier))
                 for index in indices:
-                    stack.enter_context(self._section(barrier, index, backward=True))
+                    stack.enter_context(self._section(barrier, index))
                 if tensors:
                     torch.autograd.backward(tensors, grads)
 
-        with _running(rounds):
+        with self._joint("backward", active, in_turn=in_turn) as barrier:
             if self._threads.uses_threads:
                 calls = [(index, partial(run, [index], *root[1:])) for index, root in zip(active, roots, strict=True)]
                 self._threads.run(calls, one_after_another=in_turn and barrier is None)
             else:  # one call over all replicas: distinct GPUs run in parallel without Python in between
                 run(active, [t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
-        if active:
-            self._copy_statistics_to_idle(active)  # recomputed layers update running statistics again
 
     @contextlib.contextmanager
     def _mode(self, train: bool) -> Iterator[None]:
@@ -425,10 +407,6 @@ class Executor:
         if self._created is not None:
             self._threads.close()
         self._created, self._batchnorm, self._times = None, None, []
-
-
-def _running(rounds: WorkerRounds | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if rounds is None else rounds.running()
 
 
 def _check_loss_has_graph(shares: Sequence[Share]) -> None:

@@ -7,32 +7,11 @@ torch.amp.GradScaler.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 _INITIAL_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000  # updates without an overflow before the scale doubles
 _MINIMUM = 1.0  # a smaller scale does not help gradients that overflow without scaling
-
-
-def all_finite(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return whether all gradients are finite: one flag, shape (), for all devices, on a GPU if there is one.
-
-    The host does not wait for it here. It waits once when it reads the flag, after it has launched the step's other
-    work.
-    """
-    on_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.numel():
-            on_device.setdefault(gradient.device, []).append(gradient)
-    flags = [torch.stack(torch._foreach_norm(one, math.inf)).isfinite().all() for one in on_device.values()]
-    if not flags:
-        return torch.tensor(True, device="cpu")
-    target = next((flag.device for flag in flags if flag.is_cuda), flags[0].device)  # a copy to the host would wait
-    return torch.stack([flag.to(target, non_blocking=True) for flag in flags]).all()
 
 
 class LossScale:

@@ -215,9 +215,9 @@ def normalized_on_gpus(comm: Communicator, stays: bool) -> dict[str, Any]:
                 output = own
             else:
                 data = on_simulated_gpu(own, comm.rank)
-                with rounds.running(), networks.forward_section(ThreadBarrier([0], rounds=rounds), 0):
+                with rounds.running(), networks.section(ThreadBarrier([0], rounds=rounds), 0):
                     output = layer(data)
-                with back.running(), networks.backward_section(ThreadBarrier([0], rounds=back), 0):
+                with back.running(), networks.section(ThreadBarrier([0], rounds=back), 0):
                     call: Any = layer.forward
                     moments = call.exchange("backward", Moments(len(own), data[0], data[1]))
                     total = sum(one.mean for one in moments)

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from gangline import Module
 from gangline.models.checkpoint import checkpoint
-from gangline.models.loss.loss_scale import LossScale, all_finite
+from gangline.models.loss.loss_scale import LossScale
+from gangline.models.replicas import all_finite
 from tests.collectives.simulated_gpus import on_simulated_gpu, simulated_gpus
 
 HALVES = [torch.bfloat16, torch.float16]

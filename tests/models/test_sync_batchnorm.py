@@ -178,7 +178,7 @@ def test_other_layers_equal_one_network_over_the_whole_batch(make: Callable[[], 
 
 def test_torchs_layer_for_process_groups_is_left_alone() -> None:
     networks = [nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3)) for _ in range(2)]
-    with JointBatchNorm(networks).forward_section(ThreadBarrier([0, 1]), 0):
+    with JointBatchNorm(networks).section(ThreadBarrier([0, 1]), 0):
         assert "forward" not in vars(networks[0][0])
         assert "forward" in vars(networks[0][1])
 
