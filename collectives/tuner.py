@@ -299,7 +299,10 @@ def _built_in(key: TableKey) -> Iterator[Rule]:
             yield Rule(None, Choice("ring"))
         case "broadcast" | "reduce":
             yield Rule(1 << 19, Choice("direct" if few else "binomial"))
-            yield Rule(None, Choice("hierarchical") if several_a_host else Choice("double_tree", 4))
+            if several_a_host:
+                yield Rule(None, Choice("hierarchical"))
+            else:
+                yield Rule(None, Choice("ring", 4) if few else Choice("halving_doubling"))
         case "all_to_all":
             yield Rule(1 << 21, Choice("direct"))
             yield Rule(None, Choice("pairwise"))

@@ -10,15 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gangline.collectives.algorithms import (
-    binomial,
-    direct,
-    double_tree,
-    halving_doubling,
-    hierarchical,
-    pairwise,
-    ring,
-)
+from gangline.collectives.algorithms import binomial, direct, halving_doubling, hierarchical, pairwise, ring
 from gangline.collectives.schedule import ROOTED, Rounds, Schedule
 
 
@@ -54,7 +46,6 @@ def _reversed(make: Algorithm, *, reduce: bool = True) -> Algorithm:
 
 _BROADCAST: dict[str, Algorithm] = {
     "ring": lambda request: ring.broadcast(request.order, request.root, request.segments),
-    "double_tree": lambda request: double_tree.broadcast(request.order, request.root, request.segments),
     "direct": lambda request: direct.broadcast(request.size, request.root),
     "binomial": lambda request: binomial.broadcast(request.size, request.root),
     "hierarchical": lambda request: hierarchical.broadcast(request.hosts, request.root),
@@ -73,13 +64,18 @@ REGISTRY: dict[str, dict[str, Algorithm]] = {
     "all_reduce": {
         "ring": lambda request: ring.all_reduce(request.order, request.segments),
         "halving_doubling": lambda request: halving_doubling.all_reduce(request.size),
-        "double_tree": lambda request: double_tree.all_reduce(request.order, request.segments),
         "one_shot": lambda request: direct.one_shot(request.size),
         "two_shot": lambda request: direct.two_shot(request.size),
         "hierarchical": lambda request: hierarchical.all_reduce(request.hosts),
     },
-    "reduce": {name: _reversed(make) for name, make in _BROADCAST.items()},
-    "broadcast": _BROADCAST,
+    "reduce": {
+        **{name: _reversed(make) for name, make in _BROADCAST.items()},
+        "halving_doubling": lambda request: halving_doubling.reduce(request.size, request.root),
+    },
+    "broadcast": {
+        **_BROADCAST,
+        "halving_doubling": lambda request: halving_doubling.broadcast(request.size, request.root),
+    },
     "all_gather": _ALL_GATHER,
     "reduce_scatter": {
         "ring": lambda request: ring.reduce_scatter(request.order, request.segments),
@@ -122,9 +118,8 @@ def build(
         algorithm: one of `names`.
         size: number of ranks.
         root: root rank of reduce, broadcast, gather and scatter.
-        segments: number of messages per chunk for pipelined algorithms (ring, double_tree); others ignore it.
-        hosts: host of each rank, for the algorithms that use it (ring, double_tree, hierarchical); None: all ranks are
-            on one host.
+        segments: number of messages per chunk for the pipelined algorithm, ring; others ignore it.
+        hosts: host of each rank, for the algorithms that use it (ring, hierarchical); None: all ranks are on one host.
 
     Raises:
         ValueError: if a name is unknown or an argument is out of range.

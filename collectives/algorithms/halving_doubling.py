@@ -4,6 +4,8 @@
 | --- | --- | --- |
 | all_gather (doubling), reduce_scatter (halving) | ceil(log2 p) | n (p - 1) / p |
 | all_reduce (halving, then doubling) | 2 ceil(log2 p) | 2 n (p - 1) / p |
+| broadcast (binomial scatter, then doubling) | 2 ceil(log2 p) | 2 n (p - 1) / p, the root |
+| reduce (halving, then binomial gather) | 2 ceil(log2 p) | at most 3/2 n |
 
 As few bytes as a ring in far fewer rounds, but most of them between distant ranks. If p is a power of two, ranks
 exchange in pairs. Otherwise rank r sends to r - 1, r - 2, r - 4, ... the rows from its own on, never more than the
@@ -22,7 +24,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gangline.collectives.algorithms import binomial
 from gangline.collectives.schedule import Rounds, Transfers, cyclic, transfers
+
+
+def broadcast(size: int, root: int) -> tuple[int, Rounds]:
+    """Broadcast: a scatter and an all-gather of the chunks of one tensor, one for each rank; the root only sends."""
+    _, doubling = all_gather(size)
+
+    def to_others(number: int) -> Iterator[Transfers]:
+        for table in doubling.at(number):
+            is_needed = table.target != root
+            if is_needed.any():
+                yield table.where(is_needed)
+
+    return size, binomial.scatter(size, root)[1] + Rounds(len(doubling), to_others)
+
+
+def reduce(size: int, root: int) -> tuple[int, Rounds]:
+    """Reduce: a reduce-scatter and a gather of the chunks of one tensor, one for each rank."""
+    halving = all_gather(size)[1].backwards(reduce=True)
+    return size, halving + binomial.scatter(size, root)[1].backwards(reduce=False)
 
 
 def all_reduce(size: int) -> tuple[int, Rounds]:

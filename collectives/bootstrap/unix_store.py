@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
-import time
-import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,7 +17,6 @@ from gangline.collectives.transports import unix_sockets
 
 _log = logging.getLogger("gangline")
 _MAX_MESSAGE = 64 << 20  # bytes
-_RETRY_SECONDS = 0.1
 _LONGEST_WAIT = 1e6  # seconds; poll(2) takes an int of milliseconds
 
 
@@ -37,12 +33,7 @@ class ServedStore:
     def __init__(self, name: str) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._is_closed = False
-        self._listener = unix_sockets.listen(name)
-        self._listener.setblocking(True)
-        self._accepting = threading.Thread(target=self._accept, name="gangline-store", daemon=True)
-        self._accepting.start()
-        _served.add(self)
+        self._server = unix_sockets.Server(name, self._accept, "gangline-store")
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value."""
@@ -66,32 +57,11 @@ class ServedStore:
 
     def close(self) -> None:
         """Accept no more connections; the name is free again."""
-        self._is_closed = True
-        self._listener.shutdown(socket.SHUT_RDWR)  # ends accept(), which would keep the name
-        self._accepting.join()
-        self._listener.close()
+        self._server.close()
 
-    def leave_to_parent(self) -> None:
-        """Close the listener in a forked process, where it would keep the name in use after the parent's end."""
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:  # descriptors have run out
-                if self._is_closed:
-                    return
-                _log.warning("no rank can connect to the store at present: %s", error.strerror)
-                time.sleep(_RETRY_SECONDS)
-                continue
-            try:
-                unix_sockets.check_user(connection)
-                served = Connection(connection.detach())
-                threading.Thread(target=self._serve, args=(served,), name="gangline-store", daemon=True).start()
-            except (OSError, RuntimeError) as error:  # another user's process, or no more threads
-                connection.close()
-                _log.warning("the store refuses a connection: %s", error)
+    def _accept(self, connection: socket.socket) -> None:
+        served = Connection(connection.detach())
+        threading.Thread(target=self._serve, args=(served,), name="gangline-store", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         with connection:
@@ -114,17 +84,6 @@ class ServedStore:
             case ["delete", str(key)]:
                 return self.delete_key(key)
         raise ProtocolError("received an unknown request")
-
-
-_served: weakref.WeakSet[ServedStore] = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    for store in list(_served):
-        store.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class UnixStore:

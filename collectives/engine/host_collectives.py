@@ -68,46 +68,42 @@ class HostCollectives:
                 self._engine.check_open()
                 raise ValueError(_NO_MEMORY.format(tuple(tensor.shape)))
         else:
-            if result is not tensor:
-                copy_values(result, tensor)
-            flat = flat_values(result)
+            source = flat_values(tensor)
+            flat = source if result is tensor else flat_buffer(result)
             with self._engine.call(code) as message_tag:
                 if plan is None:
-                    combine(self._publish(flat, flat.nbytes, message_tag), op, flat, self._divisor(op))
+                    combine(self._publish(source, flat.nbytes, message_tag), op, flat, self._divisor(op))
                 else:
-                    self._by_schedule(flat, op, plan, message_tag)
+                    self._by_schedule(source, flat, op, plan, message_tag)
         write_back(result, flat)
-
-    def _by_schedule(self, flat: Tensor, op: str, plan: Plan, message_tag: MessageTag) -> None:
-        values = as_sent(flat, op)
-        chunks = EqualChunks(values, plan.chunks)
-        run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
-        if values is not flat:
-            flat.copy_(values)
 
     def reduce(self, code: int, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
         """Reduce to the root, whose ``result`` may be ``tensor``; on the other ranks ``result`` is None."""
         flat = flat_values(tensor)
-        out = None if result is None else flat_buffer(result)
+        out = None if result is None else flat if result is tensor else flat_buffer(result)
         with self._engine.call(code) as message_tag:
             plan = self._engine.plan("reduce", flat.nbytes, root)
-            if plan is None:
+            if plan is not None:
+                self._by_schedule(flat, out, op, plan, message_tag)
+            else:
                 slots = self._publish(flat, flat.nbytes, message_tag)
                 if out is not None:
                     combine(slots, op, out, self._divisor(op))
-            else:
-                buffer = as_sent(flat, op)
-                if buffer is flat and out is not None:
-                    copy_values(out, flat)
-                    buffer = out
-                elif buffer is flat and _written_chunks(plan.steps):
-                    buffer = flat.clone()
-                chunks = EqualChunks(buffer, plan.chunks)
-                run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
-                if out is not None and out is not buffer:
-                    out.copy_(buffer)
         if result is not None and out is not None:
             write_back(result, out)
+
+    def _by_schedule(self, flat: Tensor, out: Tensor | None, op: str, plan: Plan, message_tag: MessageTag) -> None:
+        """Reduce ``flat`` into ``out``, which may be ``flat``; None on ranks that get no result."""
+        buffer = as_sent(flat, op)
+        if buffer is flat and out is not None:
+            if out is not flat:
+                copy_values(out, flat)
+            buffer = out
+        elif buffer is flat and _written_chunks(plan.steps):
+            buffer = flat.clone()
+        run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag, op, self._divisor(op))
+        if out is not None and out is not buffer:
+            out.copy_(buffer)
 
     def broadcast(self, code: int, tensor: Tensor, root: int) -> None:
         """Copy the root's values to all ranks."""
@@ -126,17 +122,24 @@ class HostCollectives:
 
     def all_gather(self, code: int, tensor: Tensor, result: Tensor) -> None:
         """Gather every rank's tensor into the (size, ...) ``result`` of all ranks."""
-        flat, out = flat_values(tensor), flat_buffer(result)
-        rows = as_rows(out, self._size)
+        self.gather(code, tensor, result, None)
+
+    def gather(self, code: int, tensor: Tensor, result: Tensor | None, root: int | None) -> None:
+        """Gather every rank's tensor into the (size, ...) ``result`` of the root; all ranks have one if it is None."""
+        flat = flat_values(tensor)
+        out = None if result is None else flat_buffer(result)
         with self._engine.call(code) as message_tag:
-            plan = self._engine.plan("all_gather", flat.nbytes)
+            plan = self._engine.plan("all_gather" if root is None else "gather", flat.nbytes, root)
             if plan is None:
-                for row, slot in zip(rows, self._publish(flat, flat.nbytes, message_tag), strict=True):
+                slots = self._publish(flat, flat.nbytes, message_tag)
+                for row, slot in zip(as_rows(out, self._size), slots, strict=True) if out is not None else ():
                     row.copy_(slot)
-            else:
-                copy_values(rows[self._rank], flat)
-                run(plan.steps, self._transport, EqualChunks(out, plan.chunks), message_tag)
-        write_back(result, out)
+            else:  # on the other ranks, rows that the schedule does not write take no physical memory
+                buffer = flat.new_empty(self._size * flat.numel()) if out is None else out
+                copy_values(as_rows(buffer, self._size)[self._rank], flat)
+                run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag)
+        if result is not None and out is not None:
+            write_back(result, out)
 
     def reduce_scatter(self, code: int, tensor: Tensor, result: Tensor, op: str) -> None:
         """Reduce (size, ...) tensors; row r of the outcome is the ``result`` of rank r."""
@@ -182,23 +185,6 @@ class HostCollectives:
                 received[rank].copy_(sent[rank])
                 run(plan.steps, self._transport, AllToAllChunks(rank, size, sent, received), message_tag)
         write_back(result, out)
-
-    def gather(self, code: int, tensor: Tensor, result: Tensor | None, root: int) -> None:
-        """Gather every rank's tensor into the root's (size, ...) ``result``, None on the other ranks."""
-        flat = flat_values(tensor)
-        out = None if result is None else flat_buffer(result)
-        with self._engine.call(code) as message_tag:
-            plan = self._engine.plan("gather", flat.nbytes, root)
-            if plan is None:
-                slots = self._publish(flat, flat.nbytes, message_tag)
-                for row, slot in zip(as_rows(out, self._size), slots, strict=True) if out is not None else ():
-                    row.copy_(slot)
-            else:  # on the other ranks, rows that the schedule does not write take no physical memory
-                buffer = flat.new_empty(self._size * flat.numel()) if out is None else out
-                copy_values(as_rows(buffer, self._size)[self._rank], flat)
-                run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag)
-        if result is not None and out is not None:
-            write_back(result, out)
 
     def scatter(self, code: int, tensor: Tensor | None, result: Tensor, root: int) -> None:
         """Send row r of the root's (size, ...) ``tensor``, None on the other ranks, to the ``result`` of rank r."""
@@ -262,8 +248,7 @@ class HostCollectives:
             way = int(self._choices[engine.exchange_slots(*message_tag)][0])
             began = time.perf_counter()
             if way:
-                copy_values(flat, source)
-                self._by_schedule(flat, op, plan, message_tag)
+                self._by_schedule(source, flat, op, plan, message_tag)
             else:
                 if engine.call_compiled(ALL_REDUCE, source, flat, op, flat.nbytes) != DONE:
                     raise ValueError(_NO_MEMORY.format(tuple(flat.shape)))

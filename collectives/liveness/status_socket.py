@@ -66,8 +66,7 @@ class _StatusSocket:
     def __init__(self) -> None:
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer in the thread that holds it may call `withdraw`
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._server: unix_sockets.Server | None = None
         self._name = ""
         self._since = time.time()
 
@@ -75,57 +74,34 @@ class _StatusSocket:
         with self._lock:
             self._sources.add(source)
             self._name = name or self._name
-            if self._listener is not None:
-                return
-            try:
-                self._listener = unix_sockets.listen(_socket_name(self._name))
-            except OSError as error:
-                _log.info("gangline status cannot ask this process: %s", error)
-                return
-            self._listener.setblocking(True)
-            self._thread = threading.Thread(
-                target=self._serve, args=[self._listener], name="gangline-status", daemon=True
-            )
-            self._thread.start()
+            if self._server is None:
+                try:
+                    self._server = unix_sockets.Server(_socket_name(self._name), self._serve, "gangline-status")
+                except OSError as error:
+                    _log.info("gangline status cannot ask this process: %s", error)
 
     def withdraw(self, source: Source) -> None:
         with self._lock:
             self._sources.discard(source)
-            if self._sources:
-                return
-            listener, self._listener = self._listener, None
-            if listener is None:
-                return
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # ends accept()
-            listener.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            server = None if self._sources else self._server
+            if server is not None:
+                self._server = None
+        if server is not None:  # without the lock, which a finalizer in the server's thread may need
+            server.close()
 
     def leave_to_parent(self) -> None:
-        """Close the parent's socket in a forked process, which has neither its thread nor its objects."""
-        if self._listener is not None:
-            self._listener.close()
-        self._lock, self._listener, self._thread = threading.RLock(), None, None  # the parent's lock may be held
+        """Forget the parent's socket and objects in a forked process."""
+        self._lock, self._server = threading.RLock(), None  # the parent's lock may be held
         self._name = ""
         self._sources = weakref.WeakSet()
 
-    def _serve(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # no file descriptor is left, or the end
-                if self._listener is not listener:
-                    return
-                time.sleep(_SEND_SECONDS)
-                continue
-            try:
-                with connection:
-                    unix_sockets.check_user(connection)
-                    connection.settimeout(_SEND_SECONDS)
-                    connection.sendall(json.dumps(self._status()).encode())
-            except Exception as error:  # noqa: BLE001  the next request is answered all the same
-                _log.info("a request of gangline status failed: %s", error)
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(_SEND_SECONDS)
+                connection.sendall(json.dumps(self._status()).encode())
+        except Exception as error:  # noqa: BLE001  the next request is answered all the same
+            _log.info("a request of gangline status failed: %s", error)
 
     def _status(self) -> dict[str, Any]:
         return {

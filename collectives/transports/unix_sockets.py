@@ -7,18 +7,26 @@ names and connect to them, so both ends of a connection ask the kernel which use
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import socket
 import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 
 from gangline.collectives.transports.addresses import is_loopback
 
+_log = logging.getLogger("gangline")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _BACKLOG = 128
 _PORTS = range(1024, 1 << 16)
 _ATTEMPTS = 1000
 """Random ports that are tried; another user can take many of the names."""
+_RETRY_SECONDS = 0.1
 
 
 def replaces_tcp(host: str) -> bool:
@@ -55,6 +63,68 @@ def listen(name: str) -> socket.socket:
         raise
     listener.setblocking(False)
     return listener
+
+
+class Server:
+    """Thread that accepts connections of this user's processes at a name, until it is closed or the process forks.
+
+    Args:
+        name: as for `listen`.
+        serve: called in the thread with each connection, which it must close.
+        thread: name of the thread.
+
+    Raises:
+        OSError: if the name is in use.
+    """
+
+    def __init__(self, name: str, serve: Callable[[socket.socket], None], thread: str) -> None:
+        self._name, self._serve = name, serve
+        self._is_closed = False
+        self._listener = listen(name)
+        self._listener.setblocking(True)
+        self._thread = threading.Thread(target=self._accept, name=thread, daemon=True)
+        self._thread.start()
+        _servers.add(self)
+
+    def close(self) -> None:
+        """Accept no more connections; the name is free again."""
+        self._is_closed = True
+        with suppress(OSError):  # closed by `leave_to_parent`
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept(), which would keep the name
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._listener.close()
+
+    def leave_to_parent(self) -> None:
+        """Close the listener in a forked process, where it would keep the name in use after the parent's end."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # descriptors have run out
+                if not self._is_closed:
+                    _log.warning("no process can connect to @%s at present: %s", self._name, error.strerror)
+                    time.sleep(_RETRY_SECONDS)
+                continue
+            try:
+                check_user(connection)
+                self._serve(connection)
+            except (OSError, RuntimeError) as error:  # another user's process, or no more threads
+                connection.close()
+                _log.warning("@%s refuses a connection: %s", self._name, error)
+
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for server in list(_servers):
+        server.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def free_port(purpose: str) -> int:

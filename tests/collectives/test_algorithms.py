@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gangline.bench.algorithms.cost import by_host, cost
 from gangline.collectives import algorithms
-from gangline.collectives.algorithms.double_tree import Tree, two_trees
 from gangline.collectives.engine.executor import EqualChunks, run
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.liveness.membership import ThreadMembership
@@ -119,6 +118,8 @@ def steps_and_bytes(size: int, segments: int) -> dict[tuple[str, str], tuple[int
         ("all_reduce", "halving_doubling"): (2 * log, 2 * part),
         ("all_gather", "halving_doubling"): (log, part),
         ("reduce_scatter", "halving_doubling"): (log, part),
+        ("broadcast", "halving_doubling"): (2 * log, 2 * part),
+        ("reduce", "halving_doubling"): (2 * log, part + below_the_second / size),
         ("all_reduce", "one_shot"): (1, size - 1),
         ("all_reduce", "two_shot"): (2, 2 * part),
         **{(name, "direct"): (1, part) for name in ("all_gather", "reduce_scatter", "all_to_all", "scatter")},
@@ -141,15 +142,6 @@ def test_steps_and_bytes_have_closed_forms(size: int, segments: int) -> None:
         schedule = built(collective, name, size, segments=segments)
         assert schedule.steps() == steps, (collective, name)
         assert schedule.bytes_on_wire(n) == pytest.approx(each * n, abs=0.5), (collective, name)
-    depth = max(int(tree.depth.max()) for tree in two_trees(range(size)))
-    schedule = built("all_reduce", "double_tree", size, segments=segments)
-    assert schedule.steps() == 2 * depth + segments - 1
-    assert schedule.bytes_on_wire(n) <= 2 * n
-    below = max(int(tree.depth.max()) for tree in two_trees(range(size - 1)))
-    for collective in ("broadcast", "reduce"):
-        schedule = built(collective, "double_tree", size, segments=segments)
-        assert schedule.steps() == below + segments
-        assert schedule.bytes_on_wire(n) == n
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 13, 16, 31])
@@ -177,31 +169,10 @@ def test_the_ring_s_pairs_form_a_ring(collective: str) -> None:
     assert pairs(schedule) == {(rank, (rank + 1) % 7) for rank in range(7)}
 
 
-@pytest.mark.parametrize("name", ["ring", "double_tree"])
-def test_algorithms_that_use_hosts_send_few_messages_between_them(name: str) -> None:
+def test_the_ring_enters_each_host_once() -> None:
     hosts = tuple(rank % 4 for rank in range(32))
-    crossing = {pair for pair in pairs(built("all_reduce", name, 32, hosts=hosts)) if hosts[pair[0]] != hosts[pair[1]]}
-    blind = {pair for pair in pairs(built("all_reduce", name, 32)) if hosts[pair[0]] != hosts[pair[1]]}
-    assert len(crossing) < len(blind) / 2
-    if name == "ring":
-        assert len(crossing) == 4
-
-
-class TestTwoTrees:
-    def test_no_rank_is_inside_both(self) -> None:
-        for size in range(1, 300):
-            first, second = two_trees(range(size))
-            assert not set(inside(first)) & set(inside(second)), size
-
-    def test_are_binary_and_reach_every_rank_from_one_root_in_a_logarithm(self) -> None:
-        for size in range(1, 300):
-            for tree in two_trees(range(size)):
-                (root,) = np.flatnonzero(tree.parent < 0)
-                others = np.flatnonzero(tree.parent >= 0)
-                assert (tree.depth[others] == tree.depth[tree.parent[others]] + 1).all()
-                assert tree.depth[root] == 0
-                assert max(Counter(tree.parent[others].tolist()).values(), default=0) <= 2
-                assert tree.depth.max() <= math.log2(size)
+    found = pairs(built("all_reduce", "ring", 32, hosts=hosts))
+    assert len({pair for pair in found if hosts[pair[0]] != hosts[pair[1]]}) == 4
 
 
 def test_4096_ranks_take_no_memory_until_rounds_are_generated() -> None:
@@ -242,10 +213,6 @@ def tables(schedule: Schedule) -> Iterator[Transfers]:
 
 def pairs(schedule: Schedule) -> set[tuple[int, int]]:
     return {(source, target) for table in tables(schedule) for source, target, *_ in table.rows()}
-
-
-def inside(tree: Tree) -> list[int]:
-    return tree.parent[tree.parent >= 0].tolist()
 
 
 EVERY = [(collective, name) for collective in algorithms.REGISTRY for name in algorithms.names(collective)]
@@ -315,7 +282,10 @@ class TestVerifyFinds:
         with pytest.raises(ValueError, match=r"expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3"):
             verify(schedule, programs)
 
-    @pytest.mark.parametrize(("collective", "name"), EVERY)
+    @pytest.mark.parametrize(
+        ("collective", "name"),
+        [each for each in EVERY if each != ("broadcast", "halving_doubling")],  # it sends some chunks twice to a rank
+    )
     def test_any_message_missing(self, collective: str, name: str) -> None:
         schedule = built(collective, name, 5)
         for index in range(schedule.messages()):

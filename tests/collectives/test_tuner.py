@@ -245,7 +245,7 @@ def test_rules_follow_from_times() -> None:
 def test_candidates_are_all_algorithms_with_segments_where_these_matter() -> None:
     found = tuning.candidates(TableKey("broadcast", "shared_memory", 4, 1))
     assert found[0] == Choice("shared")
-    assert sorted(choice.segments for choice in found if choice.algorithm == "double_tree") == [1, 4, 16]
+    assert sorted(choice.segments for choice in found if choice.algorithm == "ring") == [1, 4, 16]
     assert [choice.segments for choice in found if choice.algorithm == "direct"] == [1]
     assert Choice("shared") not in tuning.candidates(TableKey("broadcast", "tcp", 4, 1))
     assert tuning.candidates(TableKey("all_to_all", "tcp", 2, 1)) == [Choice("direct")]  # pairwise is the same
