@@ -24,35 +24,6 @@ def values(processes: list[Process], name: str) -> list[str | None]:
     return [process.environment.get(name) for process in processes if process.role == "worker"]
 
 
-def test_a_job_is_a_scheduler_its_servers_and_its_workers() -> None:
-    processes = table(workers=3, servers=2)
-    assert [process.label for process in processes] == [
-        *("scheduler", "server 0", "server 1"),
-        *("worker 0", "worker 1", "worker 2"),
-    ]
-    assert [process.command for process in processes[:2]] == [
-        (sys.executable, "-m", "gangline.kvstore.parameter_server.scheduler"),
-        (sys.executable, "-m", "gangline.kvstore.parameter_server.server"),
-    ]
-    assert {process.command for process in processes[3:]} == {("train",)}
-    for process in processes:
-        found = {name: value for name, value in process.environment.items() if name.startswith("DMLC_")}
-        assert found.pop("DMLC_ROLE") == process.role
-        assert found.pop("DMLC_WORKER_ID", None) == (str(process.rank) if process.role == "worker" else None)
-        assert found == {
-            "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": "9100",
-            "DMLC_NUM_WORKER": "3",
-            "DMLC_NUM_SERVER": "2",
-        }
-        of_torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9200", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        of_torchrun |= {"RANK": str(process.rank), "LOCAL_RANK": str(process.rank)}
-        if process.role == "worker":
-            assert of_torchrun.items() <= process.environment.items()
-        else:
-            assert not of_torchrun.keys() & process.environment.keys()
-
-
 def test_commands_of_this_environment_are_appended_to_path() -> None:
     own = str(Path(sys.executable).parent)
     assert {one.environment["PATH"] for one in table({"PATH": "/first:/second"})} == {f"/first:/second:{own}"}

@@ -539,8 +539,10 @@ class Elements(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket.__name__ not in self.ROW_WRITES:
-            smallest = min((elements(one) for one in args[1:] if self._is_sparse(one)), default=None)
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in self.ROW_WRITES:
+            added = args[1:] if name.endswith("_") else ()
+            smallest = min((elements(one) for one in added if self._is_sparse(one)), default=None)
             for one in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(one, torch.Tensor):
                     self.most = max(self.most, elements(one) if smallest is None else smallest)
