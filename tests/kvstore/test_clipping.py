@@ -159,6 +159,20 @@ def test_the_order_of_pushes_does_not_change_the_bits() -> None:
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_keys_without_a_push_count_neither_for_the_norm_nor_the_update(store: str) -> None:
+    kv = started(kvstore.create(store), clip_global_norm=1.0, wd=0.5)
+    kv.assign("bias", torch.ones(4, dtype=torch.float64))
+    kv.update()  # nothing was pushed
+    for _ in range(2):
+        kv.push("one", torch.tensor(3.0, dtype=torch.float64))
+        kv.update()
+    weight, bias, one = pulled(kv)
+    assert not weight.any()
+    assert torch.equal(bias, torch.ones(4, dtype=torch.float64))
+    assert float(one) == pytest.approx(-1.5, abs=1e-5)  # -1, then -1 + 0.5 * 1 - 1
+
+
 def test_a_pending_push_forbids_pull_and_push_and_can_be_dropped() -> None:
     kv = started(kvstore.create("local"), clip_global_norm=1.0)
     ones = torch.ones(4, dtype=torch.float64)

@@ -240,7 +240,7 @@ NUMEL = 1 << 24
 """Elements of a key of 64 MiB."""
 
 
-@pytest.mark.parametrize(("servers", "threads"), [(1, 2), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("servers", "threads"), [(1, 2), (4, 4)])
 def test_a_large_key_uses_all_threads_of_all_servers_alike(
     servers: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
