@@ -18,7 +18,7 @@ from gangline.collectives import context
 from gangline.collectives.devices import device_group
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine.host_collectives import HostCollectives
-from gangline.kvstore import DistributedOptimizer, RowSparse, create
+from gangline.kvstore import RowSparse, create
 from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.interface import KVStore
@@ -399,25 +399,6 @@ def test_rows_and_payloads_are_summed_on_the_gpu(size: int) -> None:
         assert table == [1.0, float(size > 1), 0.0, 0.0, float(size), 0.0, 0.0, 0.0, 0.0]
         assert weight == [0.5 * size]
         assert held == {"cuda"}
-
-
-def _means(comm: Communicator) -> list[float]:
-    parameter = nn.Parameter(torch.zeros(SHAPE, device="cuda"))
-    with create("allreduce", communicator=comm) as kv:
-        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), kv)
-        for _ in range(2):
-            optimizer.zero_grad()
-            (parameter * (comm.rank + 1)).sum().backward()
-            optimizer.step()
-        assert devices(kv) == {"cuda"}
-    values: list[float] = parameter.detach().unique().tolist()
-    return values
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not num_gpus(), reason="needs a CUDA GPU; torch sees none here")
-def test_a_torch_optimizer_on_a_gpu_gets_means() -> None:
-    assert spawn(_means, 2, timeout=60) == [[-3.0], [-3.0]]
 
 
 @pytest.mark.gpu

@@ -232,9 +232,6 @@ def test_any_sequence_of_calls_on_buckets_has_the_bits_of_the_same_calls_by_keys
             check_same({name: found[name] for name in expected}, expected)  # adagrad's begins when a key is placed
 
 
-# -- keys of a bucket are keys as any other ---------------------------------------------------------------------------
-
-
 # -- owners on the device store ---------------------------------------------------------------------------------------
 
 

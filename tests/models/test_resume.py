@@ -271,22 +271,6 @@ def test_resuming_in_mid_epoch_by_another_plan_is_refused(tmp_path: Path, change
         )
 
 
-def test_a_plain_iterable_resumes_at_the_epochs_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    batches = [(torch.ones(2, 2) * i, torch.ones(2, 2)) for i in range(5)]
-    seen: list[int] = []
-
-    def stop(param: Any) -> bool:
-        seen.append(param.nbatch)
-        return len(seen) == 3
-
-    for resume in (None, tmp_path / "net"):
-        with Module(nn.Linear(2, 2), nn.MSELoss(), cpu()) as module:
-            callbacks = [Checkpoint(module, tmp_path / "net"), stop]
-            module.fit(batches, num_epoch=1, batch_end_callback=callbacks, resume=resume)
-    assert seen == [0, 1, 2, 0, 1, 2, 3, 4]
-    assert "3 batches into epoch 0, but train_data is a plain iterable" in caplog.text
-
-
 def test_resume_takes_a_new_learning_rate_if_requested(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     for first, second, expected in ((0.1, 0.1, 0.01), (0.1, 0.5, 0.5)):

@@ -84,9 +84,9 @@ def held_bytes(module: Module) -> list[int]:
 
 
 def fit(store: Any, make: Callable[[], nn.Module], how: dict[str, Any], memory: Any = "auto", **options: Any) -> Any:
-    """Train 4 epochs of 6 batches; return `results` and the bytes held."""
+    """Train 2 epochs of 6 batches; return `results` and the bytes held."""
     with module_of(make, store, memory, **options) as module:
-        module.fit(data_of(make), num_epoch=4, batch_size=12, kvstore=store, **how)
+        module.fit(data_of(make), num_epoch=2, batch_size=12, kvstore=store, **how)
         held = held_bytes(module) if store != "local" else []
         return [*results(module, make), held]
 
@@ -187,10 +187,10 @@ def half(store: Any, prefix: str, memory: Any, resumed: bool) -> Any:
         data = data_of(mlp)
         how = {**ADAM, "kvstore": store, "batch_size": 12}
         if resumed:
-            module.fit(data, num_epoch=4, resume=(prefix, 2), **how)
+            module.fit(data, num_epoch=2, resume=(prefix, 1), **how)
         else:
-            module.fit(data, num_epoch=2, **how)
-            module.save_checkpoint(prefix, 2, save_optimizer_states=True)
+            module.fit(data, num_epoch=1, **how)
+            module.save_checkpoint(prefix, 1, save_optimizer_states=True)
         return results(module, mlp)
 
 
@@ -198,17 +198,17 @@ def test_a_checkpoint_is_resumed_by_other_owners_and_by_one_worker(folder: Path,
     expected = fit("local", mlp, ADAM)
     assert_equal(three[0]["resumed"], expected)
     with Module(mlp(), nn.CrossEntropyLoss(), context=cpu()) as module:
-        module.fit(data_of(mlp), num_epoch=4, batch_size=12, resume=(folder / "run", 2), **ADAM)
+        module.fit(data_of(mlp), num_epoch=2, batch_size=12, resume=(folder / "run", 1), **ADAM)
         assert_equal(results(module, mlp), expected)
     assert_equal(two[0]["loaded"], expected)
 
 
 def load_and_train(store: Any, prefix: str) -> Any:
     with Module.load(
-        prefix, 2, network=mlp(), load_optimizer_states=True, loss=nn.CrossEntropyLoss(), shard="weights", context=cpu()
+        prefix, 1, network=mlp(), load_optimizer_states=True, loss=nn.CrossEntropyLoss(), shard="weights", context=cpu()
     ) as module:
         module.init_optimizer(store, **ADAM)
-        module.fit(data_of(mlp), num_epoch=4, begin_epoch=2, batch_size=12, kvstore=store, **ADAM)
+        module.fit(data_of(mlp), num_epoch=2, begin_epoch=1, batch_size=12, kvstore=store, **ADAM)
         return results(module, mlp)
 
 
@@ -381,7 +381,7 @@ def trains_with_statistics(store: Any, prefix: str, resumed: bool) -> Any:
         stop = [saver, lambda param: param.nbatch == 3 and not resumed]
         module.fit(
             data_of(normalized),
-            num_epoch=4,
+            num_epoch=2,
             batch_size=12,
             kvstore=store,
             batch_end_callback=stop,

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from measure import Watch, distance, replicas_are_equal, same_bits
+from measure import distance, replicas_are_equal, same_bits
 from torch import nn
 
 from gangline import Module, cpu
 from gangline.kvstore import create
+from tests.kvstore.test_sparse import Elements
 
 ROWS, WIDTH, LENGTH, CLASSES = 12, 5, 3, 4
 PADDING = 2
@@ -113,17 +114,6 @@ class Wide(nn.Module):
         return output
 
 
-def elements(func: Any, out: Any) -> list[int]:
-    """Return the numbers of elements that an operation has created or written.
-
-    A view counts as none. Copied rows and sparse tensors count by the values that they hold.
-    """
-    if func.is_view or func.overloadpacket.__name__ in ("index_copy_", "index_add_"):
-        return []
-    tensors = [one for one in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(one, torch.Tensor)]
-    return [(one._values() if one.layout == torch.sparse_coo else one).numel() for one in tensors]
-
-
 def batch(step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     words = torch.randint(VOCABULARY, (16, LENGTH), generator=generator)
@@ -147,11 +137,10 @@ def test_the_cost_of_a_step_grows_with_the_rows_used_not_with_the_table(optimize
                 gradient = replica.network.get_parameter("table.weight").grad
                 assert gradient is not None
                 assert gradient._values().numel() <= 16 * LENGTH * WIDE
-            counts: list[int] = []
-            with Watch(lambda func, _, out, counts=counts: counts.extend(elements(func, out))):  # all in this thread
+            with Elements() as counted:  # all in this thread
                 module.update()
             if step >= 2:  # the first step creates state, then buckets
-                assert 0 < max(counts) <= 2 * 16 * LENGTH * WIDE
+                assert 0 < counted.most <= 2 * 16 * LENGTH * WIDE
         for replica in module.bound.replicas.all:
             table = replica.network.get_parameter("table.weight").detach()
             assert set(table.any(1).nonzero().flatten().tolist()) == named

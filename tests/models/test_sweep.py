@@ -56,18 +56,6 @@ def counts(trial: Trial) -> float:
     return float(trial.parameters["x"])
 
 
-def test_every_combination_runs_once_and_has_a_folder_and_a_line(tmp_path: Path) -> None:
-    found = sweep(adds, {"x": [1, 2], "y": [0.5, 0]}, [cpu(0), cpu(1)], folder=tmp_path)
-    assert [trial.value for trial in found] == [1.5, 1.0, 2.5, 2.0]
-    assert [dict(trial.parameters) for trial in found][:2] == [{"x": 1, "y": 0.5}, {"x": 1, "y": 0}]
-    assert {(tmp_path / f"x={x},y={y}" / "context").read_text() for x in (1, 2) for y in (0.5, 0)} == {
-        "cpu(0)",
-        "cpu(1)",
-    }
-    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
-    assert sorted(line["value"] for line in lines) == [1.0, 1.5, 2.0, 2.5]
-
-
 @pytest.mark.slow
 def test_a_trial_that_fails_or_is_killed_ends_alone(tmp_path: Path) -> None:
     found = sweep(fails_from_2, {"x": [1, 2, 3, 4, 5, 6, 7]}, cpu(), folder=tmp_path)
@@ -91,10 +79,17 @@ def test_a_second_run_runs_only_trials_without_a_metric(tmp_path: Path) -> None:
 
 
 def test_contexts_per_trial_gives_each_trial_its_own_group(tmp_path: Path) -> None:
+    """Every combination runs once, and has a folder and a line."""
     contexts = [cpu(0), cpu(1), cpu(2), cpu(3)]
-    found = sweep(adds, {"x": [1, 2], "y": [0]}, contexts, folder=tmp_path, contexts_per_trial=2)
+    found = sweep(adds, {"x": [1, 2], "y": [0.5, 0]}, contexts, folder=tmp_path, contexts_per_trial=2)
+    assert [trial.value for trial in found] == [1.5, 1.0, 2.5, 2.0]
+    assert [dict(trial.parameters) for trial in found][:2] == [{"x": 1, "y": 0.5}, {"x": 1, "y": 0}]
     assert {trial.contexts for trial in found} == {(cpu(0), cpu(1)), (cpu(2), cpu(3))}
-    assert (tmp_path / "x=1,y=0" / "context").read_text() == ",".join(map(str, found[0].contexts))
+    for trial in found:
+        folder = tmp_path / f"x={trial.parameters['x']},y={trial.parameters['y']}"
+        assert (folder / "context").read_text() == ",".join(map(str, trial.contexts))
+    lines = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert sorted(line["value"] for line in lines) == [1.0, 1.5, 2.0, 2.5]
 
 
 def run_script(folder: Path, text: str) -> subprocess.Popen[str]:

@@ -13,11 +13,11 @@ from measure import distance, gangline_lines, labelled, same_bits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import gangline
 from gangline import Communicator, DeadNodeError, MismatchError, Module, cpu, spawn
 from gangline.callback import Speedometer
 from gangline.kvstore import create
 from gangline.launcher.job import free_ports
+from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, FEATURES, CLASSES = 47, 5, 3
 Params = Mapping[str, torch.Tensor]
@@ -181,7 +181,8 @@ def of_two_workers(comm: Communicator, folder: str, ports: list[int]) -> dict[st
         "reports": reports_in_a_job(comm),
         "refused": refused_in_a_job(comm),
         "parallel": in_parallel(comm, ports[0]),
-        "failing": failing_in_a_job(comm, ports[1]),
+        "later fits": later_fits_in_a_job(comm, ports[1]),
+        "failing": failing_in_a_job(comm, ports[2]),
     }
 
 
@@ -189,7 +190,7 @@ def of_two_workers(comm: Communicator, folder: str, ports: list[int]) -> dict[st
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("workers")
     (folder / "file").write_text("not a folder")
-    return spawn(of_two_workers, 2, str(folder), free_ports(2), threads=1)
+    return spawn(of_two_workers, 2, str(folder), free_ports(3), threads=1)
 
 
 def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(two: list[dict[str, Any]]) -> None:
@@ -305,26 +306,32 @@ def test_a_store_that_stays_in_the_process_contradicts_it(monkeypatch: pytest.Mo
     assert module.contexts == [cpu()] or torch.cuda.is_available()
 
 
-def test_a_later_fit_with_another_optimizer_keeps_the_workers_store() -> None:
-    def train(kvstore: str) -> tuple[Params, list[str]]:
-        """Train, fine-tune the last layer, and train again; return the weights and the keys of that state."""
-        torch.set_num_threads(1)
-        torch.manual_seed(5)
-        data = torch.randn(60, 6, dtype=torch.float64), torch.randint(0, 3, (60,))
-        network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-        with Module(network, nn.CrossEntropyLoss(), "cpu") as module:
-            how = {"num_epoch": 2, "batch_size": 12, "kvstore": kvstore}
-            module.fit(data, optimizer="sgd", optimizer_params={"lr": 0.1, "momentum": 0.9}, **how)
-            network[0].requires_grad_(False)
-            module.fit(data, optimizer="adam", optimizer_params={"lr": 0.01}, **how)
-            keys = sorted(module.optimizer_state().shapes)
-            network[0].requires_grad_(True)
-            module.fit(data, optimizer="adam", optimizer_params={"lr": 0.02}, **how)
-            return module.get_params(), keys
+def train_thrice(kvstore: str) -> tuple[Params, list[str]]:
+    """Train, fine-tune the last layer, and train again; return the weights and the keys of that state."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    data = torch.randn(60, 6, dtype=torch.float64), torch.randint(0, 3, (60,))
+    network = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with Module(network, nn.CrossEntropyLoss(), "cpu") as module:
+        how = {"num_epoch": 2, "batch_size": 12, "kvstore": kvstore}
+        module.fit(data, optimizer="sgd", optimizer_params={"lr": 0.1, "momentum": 0.9}, **how)
+        network[0].requires_grad_(False)
+        module.fit(data, optimizer="adam", optimizer_params={"lr": 0.01}, **how)
+        keys = sorted(module.optimizer_state().shapes)
+        network[0].requires_grad_(True)
+        module.fit(data, optimizer="adam", optimizer_params={"lr": 0.02}, **how)
+        return module.get_params(), keys
 
-    def both() -> list[tuple[Params, list[str]]]:
-        return [train("allreduce"), train("dist_sync")]
 
-    for (expected, trained), (weights, keys) in gangline.launch(both, workers=2, servers=1):
-        assert keys == trained == ['"2.bias"', '"2.weight"']
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+def later_fits_in_a_job(comm: Communicator, port: int) -> tuple[Params, list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        as_launched(patch, comm.rank, comm.size, port)
+        return train_thrice("allreduce")
+
+
+def test_a_later_fit_with_another_optimizer_keeps_the_workers_store(two: list[dict[str, Any]]) -> None:
+    expected, keys = train_thrice("local")
+    assert keys == ['"2.bias"', '"2.weight"']
+    for weights, own_keys in (*(each["later fits"] for each in two), *run_job(train_thrice, 2, 1, "dist_sync")):
+        assert own_keys == keys
+        assert distance(weights, expected) <= 1e-11

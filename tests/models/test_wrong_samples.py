@@ -1,17 +1,19 @@
-"""Samples, labels and batches that a network or a loss cannot take: errors say what is wrong with which of them."""
+"""Data, samples and labels that a network or a loss cannot take: errors say what is wrong with which of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from measure import same_bits
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import gangline
 from gangline import Module, cpu
+from gangline.cli.training import checks
 
 DATA, LABELS = torch.zeros(8, 1, 4, 4), torch.arange(8) % 3
 CONTEXTS = [cpu(0), cpu(1)]
@@ -120,3 +122,139 @@ def test_metrics_are_found_by_all_their_names() -> None:
     stop = gangline.callback.EarlyStopping(1, "acc")
     module.fit((DATA, LABELS), (DATA, LABELS), num_epoch=3, batch_size=4, eval_end_callback=stop)
     assert 0 <= stop.best <= 1
+
+
+# Checks of data against a network before training; they change nothing
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("it must not be read")
+
+
+class Images(Dataset[Any]):
+    """Dataset with random items, like augmented images."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3) + index, index
+
+
+class Gaps(Images):
+    """Dataset in which one sample is readable, the last, or none."""
+
+    def __init__(self, readable: int = 4) -> None:
+        self.readable = readable
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        return [(torch.full((3,), float(index)), index) for index in indices if index == self.readable]
+
+
+class Outputs(nn.Module):
+    """Return what a function returns for its input."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *data: torch.Tensor, **named: torch.Tensor) -> Any:
+        return self.function(*data, **named)
+
+
+def test_a_network_that_fits_passes_and_its_outputs_are_counted() -> None:
+    for network, sample in (
+        (Outputs(lambda a, b: torch.cat([a, b], 1)), (torch.zeros(1, 3), torch.zeros(1, 4))),
+        (Outputs(lambda word: word), {"word": torch.zeros(1, 7)}),
+        (Outputs(lambda image: image.expand(1, 7, 2, 2)), torch.zeros(1, 1, 2, 2)),  # a class for each pixel
+    ):
+        assert checks.check_fits(network, sample, 7) == 7
+        assert checks.check_fits(network, sample, None) == 7
+
+
+def test_a_network_that_does_not_take_the_data_is_refused_and_the_check_leaves_no_trace() -> None:
+    for output, message in (
+        (lambda x: (x, x), "returns a tuple; expected a tensor"),
+        (lambda x: x.squeeze(), r"returns \(3,\) for one sample; expected \(1, 2\)"),
+        (lambda x: x.expand(4, 3), r"returns \(4, 3\) for one sample; expected \(1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checks.check_fits(Outputs(output), torch.zeros(1, 3), 2)
+    network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Sequential(nn.Linear(4, 2)))
+    network[3].eval()
+    network.register_forward_pre_hook(lambda *_: torch.rand(1) and None)
+    state = {name: value.clone() for name, value in network.state_dict().items()}
+    modes = [module.training for module in network.modules()]
+    numbers = torch.get_rng_state()
+    checks.check_fits(network, torch.ones(1, 3), 2)
+    with pytest.raises(ValueError, match=r"does not accept a batch of one sample, \(1, 9\) .*shapes cannot be mult"):
+        checks.check_fits(network, torch.ones(1, 9), 2)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert [module.training for module in network.modules()] == modes
+    assert same_bits(network.state_dict(), state)
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_the_first_sample_of_every_kind_of_data_but_of_those_that_can_be_read_only_once() -> None:
+    data, label = torch.arange(6.0).view(2, 3), torch.zeros(2)
+    dataset, several = TensorDataset(data, label), {"left": data, "right": (data, data * 2)}
+    given: Any
+    for given in (
+        (data, label),
+        (data.numpy(), label.numpy()),
+        dataset,
+        DataLoader(dataset, batch_size=2),
+        DataLoader(dataset, shuffle=True),
+        [(data, label)],
+    ):
+        assert torch.equal(checks.first_sample(given), data[:1])
+    sample = checks.first_sample((several, label))
+    assert torch.equal(sample["left"], data[:1])
+    assert torch.equal(sample["right"][1], 2 * data[:1])
+    for given in (Stream(), DataLoader(Stream()), iter([1])):
+        assert checks.first_sample(given) is None
+
+
+def test_samples_that_a_dataset_passes_over_are_not_the_first() -> None:
+    for data in (Gaps(), Subset(Gaps(), [1, 4]), DataLoader(Gaps(), batch_size=2)):
+        assert torch.equal(checks.first_sample(data), torch.full((1, 3), 4.0))
+    with pytest.raises(ValueError, match="have no readable sample"):
+        checks.first_sample(Gaps(-1))
+
+
+def test_a_first_sample_leaves_the_order_of_the_others_as_it_was() -> None:
+    batches = []
+    for looks in (False, True):
+        torch.manual_seed(5)
+        loader = DataLoader(Images(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+        if looks:
+            assert checks.first_sample(loader).shape == (1, 3)
+            assert checks.first_sample(Images()).shape == (1, 3)
+        batches.append(torch.cat([data for data, _ in loader]))
+    assert torch.equal(*batches)
+
+
+KINDS_OF_LABELS: list[Any] = [
+    (torch.tensor([0, -100, 2, 3]), None),
+    (torch.tensor([0, 1, 2, 3], dtype=torch.uint8), None),
+    (torch.full((4, 4), 0.25), None),
+    (torch.tensor([0, 4, 2, 9]), r"label 4 of sample 1 of the data is not a class; expected 0 to 3 \(2 out of range\)"),
+    (torch.tensor([0, 1, -1, 3]), "label -1 of sample 2 of the data is not a class"),
+    (torch.tensor([[0, 1], [2, 7], [1, 1], [1, 1]]), "label 7 of sample 1 of the data is not a class"),
+    (torch.zeros(4), r"labels of the data are torch.float32 of shape \(4,\); expected int64 class numbers, or"),
+    (torch.zeros(4, 3), r"of shape \(4, 3\); expected int64 class numbers, or probabilities of shape \(samples, 4"),
+    (torch.tensor([0, 1, 2, 3], dtype=torch.int32), "are torch.int32; expected torch.int64"),
+]
+
+
+def test_labels_that_are_no_classes_are_named() -> None:
+    for labels, message in KINDS_OF_LABELS:
+        for data in ((torch.zeros(4, 3), labels.numpy()), TensorDataset(torch.zeros(4, 3), labels)):
+            if message is None:
+                checks.check_labels(data, 4)
+            else:
+                with pytest.raises(ValueError, match=message):
+                    checks.check_labels(data, 4)
+    checks.check_labels(Stream(), 2)
+    checks.check_labels((torch.zeros(2, 3), {"class": torch.tensor([5, 6])}), 2)

@@ -45,9 +45,6 @@ class DistStage(Audience):
             self.close()
             raise
 
-    def kill_server(self, rank: int) -> None:
-        self.kill(_SERVER + rank)
-
     def kill_scheduler(self) -> None:
         self.kill(_SCHEDULER)
 

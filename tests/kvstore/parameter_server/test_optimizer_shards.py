@@ -197,6 +197,7 @@ def test_states_are_saved_and_loaded() -> None:
     check("dist_sync", 2, 2, [states_come_back, wrong_states_are_refused_alike])
 
 
+@pytest.mark.slow
 def test_states_are_saved_and_loaded_over_collectives() -> None:
     check("allreduce", 2, 0, [states_come_back])
 

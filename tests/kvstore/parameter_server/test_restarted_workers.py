@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server import digits
 from tests.kvstore.parameter_server.test_restarted_servers import WORKERS, run
+from tests.kvstore.test_launch import launch
+from tests.scripted_faults import script_processes
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -76,3 +80,34 @@ def test_every_push_counts_once_wherever_a_worker_is_killed(
     tmp_path: Path, point: str, options: dict[str, Any]
 ) -> None:
     check(tmp_path, point, **options)
+
+
+# A job that starts again from a worker's checkpoint, by the script of docs/reliability.md
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "reliability.md"
+
+
+def weights(folder: Path) -> tuple[set[str], list[str]]:
+    """Run the script in a folder of its own; return the lines that workers print, and standard error."""
+    found = re.search(r"```python\n# resumes.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found
+    folder.mkdir()
+    program = f"import os\nos.chdir({str(folder)!r})\n{found[1]}"
+    with launch("-n", "2", "-s", "2", "--max-restarts", "1", "--", sys.executable, "-c", program) as job:
+        status, out, errors = job.end(100)
+    assert status == 0, "\n".join(errors)
+    return {line.partition("] ")[2] for line in out}, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", ["server 1 kill at update 13", "server 0 kill at close 16", "worker 1 kill at push-sent 29"]
+)
+def test_a_killed_job_resumes_bit_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    undisturbed, _ = weights(tmp_path / "undisturbed")
+    script_processes(monkeypatch, script)
+    killed, errors = weights(tmp_path / "killed")
+    assert any("restart 1 of 1" in line for line in errors), errors
+    assert len(undisturbed) == 1
+    assert killed == undisturbed

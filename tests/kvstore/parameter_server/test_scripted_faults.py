@@ -68,35 +68,6 @@ def check_death(script: str, victim: str, **environment: str) -> None:
 # Scripts
 
 
-def test_a_script_is_read() -> None:
-    script = "server 1 kill at close 7; scheduler stop for 2.5 s  at meet 2;; worker 0 swap at push-sent 3;"
-    assert [(one.role, one.rank, one.action, one.seconds, one.point, one.number) for one in faults.parse(script)] == [
-        ("server", 1, "kill", None, "close", 7),
-        ("scheduler", 0, "stop", 2.5, "meet", 2),
-        ("worker", 0, "swap", None, "push-sent", 3),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("script", "text"),
-    [
-        ("kill everything", "has 'kill everything' at character 0; expected such as 'server 1 kill at close 7'"),
-        ("worker 0 kill at pull 1; host 1 kill at pull 1", "at character 25 with role 'host'; expected worker, server"),
-        ("worker kill at pull 1", "at character 0; expected a number after worker, server or rank, and none after"),
-        ("scheduler 0 kill at join 1", "expected a number after worker, server or rank, and none after scheduler"),
-        ("worker 0 bark at pull 1", "with action 'bark'; expected kill, stop, stop for N s, break, repeat, swap"),
-        ("worker 0 kill for 3 s at pull 1", "with action 'kill'; expected kill, stop"),
-        ("worker 0 kill at push-taken 1", "with point 'push-taken'; a worker has the points join, leave, meet"),
-        ("server 0 repeat at close 1", "close is no message, so only kill and stop are possible there"),
-        ("server 0 kill at close 0", "with event 0; expected a number from 1"),
-    ],
-)
-def test_an_invalid_script_is_refused(script: str, text: str) -> None:
-    with pytest.raises(ValueError, match="GANGLINE_FAULT has ") as error:
-        faults.parse(script)
-    assert text in str(error.value)
-
-
 def test_messages_are_broken_repeated_and_swapped() -> None:
     script = faults.Script(
         faults.parse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,10 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression.codec import typed
+from gangline.kvstore.parameter_server import sharding
 from gangline.kvstore.parameter_server.protocol import DENSE, Pull
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
+from gangline.kvstore.parameter_server.transport import unix_stream
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, region_of
+from tests.kvstore.parameter_server import growth
 from tests.kvstore.parameter_server.in_process import Job
 
 pytestmark = pytest.mark.timeout(60)
@@ -236,7 +240,7 @@ NUMEL = 1 << 24
 """Elements of a key of 64 MiB."""
 
 
-@pytest.mark.parametrize(("servers", "threads"), [(1, 2), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("servers", "threads"), [(1, 2), (4, 4)])
 def test_a_large_key_uses_all_threads_of_all_servers_alike(
     servers: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,3 +272,34 @@ def test_shards_share_messages_of_at_most_8_mib_and_larger_ones_are_requested_al
     numbers = {key: placed[key][0].number for key in sizes}
     groups = [["large"], ["a", "b"], ["c", "d"]]
     assert messages == [Pull(0, [[numbers[key], 7, DENSE, 0] for key in group], False, None) for group in groups]
+
+
+# Many keys
+
+
+MOST = 300
+"""Frames that a message may have in this test: 65,536 otherwise, which takes too many keys."""
+
+
+def test_calls_on_more_keys_than_a_message_has_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_stream, "_MAX_FRAMES", MOST)
+    monkeypatch.setattr(sharding, "MAX_ENTRIES", MOST // 2, raising=False)
+    keys = list(range(MOST + 100))
+    values = [torch.full((1,), float(key)) for key in keys]
+    outs = [torch.empty(1) for _ in keys]
+    with Job(1) as job, job.stores(timeout=5)[0] as kv:
+        kv.init(keys, values)
+        kv.set_optimizer(("sgd", {"learning_rate": 1.0, "momentum": 0.5}))
+        kv.push(keys, [torch.ones(1)] * len(keys))
+        kv.pull(keys, outs)
+        assert torch.cat(outs).equal(torch.cat(values) - 1)
+        kv.load_optimizer_state(kv.optimizer_state())  # the momentum is 1
+        kv.pushpull(keys, [torch.ones(1)] * len(keys), outs)
+        assert torch.cat(outs).equal(torch.cat(values) - 2.5)
+
+
+@pytest.mark.slow
+def test_growth(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["growth", "3,2"])
+    growth.main()
+    assert capsys.readouterr().out.startswith("3 workers, 2 keys: round ")
