@@ -22,7 +22,7 @@ from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.reports.chart import Line, Place, line_chart, page, table
-from gangline.models.reports.record import Point, Record, Validation
+from gangline.models.reports.record import Point, Record, Split, Validation
 
 if TYPE_CHECKING:
     from gangline.models.module import Module
@@ -129,6 +129,8 @@ class TrainingProgress:
     def _count(self, param: BatchEndParam) -> None:
         """Add an update; at the last one of a point evaluate the metric on its last batch."""
         now, module = time.perf_counter(), self._module
+        split = _shares(module.workers.loads_of(param.nbatch)), _shares(module.work_load_list)
+        self._record.add_split(Split(module.step - param.batches, *split))
         self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
         seen, waited = module.bound.replicas.samples_seen, module.seconds_waiting
         before = self._seen if param.epoch == self._epoch else [0] * len(seen)  # the counters restart in each epoch
@@ -298,6 +300,11 @@ def _listed(loads: Sequence[float], *, is_auto: bool = False) -> str:
     return ", ".join(f"{load:.3g}" for load in loads) + " (auto)" * is_auto
 
 
+def _shares(loads: Sequence[float]) -> list[float]:
+    """Return the fraction of a batch for each load."""
+    return [round(load / sum(loads), 4) for load in loads]
+
+
 def _check_writable(path: Path, aside: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected the path of a page, such as {path / 'training-progress.html'}")
@@ -366,8 +373,7 @@ def _charts(data: dict[str, Any]) -> list[tuple[str, str, list[Line]]]:
     throughput = [Line("all", _rates(steps, points["total"], seconds))]
     if len(points["samples"]) > 1 or "workers" in data["settings"]:
         throughput += [Line(name, _rates(steps, counts, seconds)) for name, counts in points["samples"].items()]
-    return [
-        *charts,
+    charts += [
         ("loss", "loss", loss),
         ("throughput", "samples/s", throughput),
         (
@@ -377,6 +383,20 @@ def _charts(data: dict[str, Any]) -> list[tuple[str, str, list[Line]]]:
         ),
         ("learning rate", "learning rate", [Line("learning rate", _numbers(steps, points["learning_rate"]))]),
     ]
+    splits, last = data["splits"], steps[-1] if steps else 0
+    for kind, labels in (("workers", ()), ("contexts", list(points["samples"]))):
+        shares = [(split["step"], split[kind]) for split in splits]
+        if len({tuple(share) for _, share in shares}) > 1:  # the split has moved
+            count = min(len(share) for _, share in shares)
+            lines = [
+                Line(
+                    labels[part] if part < len(labels) else f"{kind.removesuffix('s')} {part}",
+                    _stepped([(step, share[part]) for step, share in shares], last),
+                )
+                for part in range(count)
+            ]
+            charts.append((f"split over the {kind}", "part of a batch", lines))
+    return charts
 
 
 def _numbers(steps: Sequence[int], values: Sequence[Any]) -> list[Place]:
@@ -403,6 +423,12 @@ def _rates(steps: Sequence[int], amounts: Sequence[float], seconds: Sequence[flo
         for end, step in enumerate(steps, 1)
     ]
     return [(step, max(0.0, amount / time_spent)) for step, amount, time_spent in windows if time_spent > 1e-9]
+
+
+def _stepped(points: Sequence[Place], last: float) -> list[Place]:
+    """Return a line that keeps each value until the next one, and the last one until the end."""
+    corners = [(later, value) for (_, value), (later, _) in zip(points, [*points[1:], (last, 0.0)], strict=True)]
+    return [point for pair in zip(points, corners, strict=True) for point in pair]
 
 
 def _text(name: str, value: float | str | None) -> str:

@@ -54,13 +54,27 @@ class Validation:
 
 
 @dataclass
+class Split:
+    """The split of batches from a step on."""
+
+    step: int
+    """Number of batches before it."""
+    workers: list[float]
+    """Fraction of each worker of the job."""
+    contexts: list[float]
+    """Fraction of each context in this worker's share."""
+
+
+@dataclass
 class Record:
-    """Points and validations of a run, at most `MOST_POINTS` of each."""
+    """Points, validations and splits of a run, at most `MOST_POINTS` of each."""
 
     points: list[Point] = field(default_factory=list)
     per_point: int = 1
     """Number of updates of a new point; doubles whenever points are merged pairwise."""
     validations: list[Validation] = field(default_factory=list)
+    splits: list[Split] = field(default_factory=list)
+    """The first split, and every later split that differs from its predecessor."""
 
     def add(self, point: Point) -> None:
         """Append a point."""
@@ -79,6 +93,14 @@ class Record:
             kept = [index % 2 == 1 or any(v is each for each in best) for index, v in enumerate(self.validations)]
             self.validations = list(itertools.compress(self.validations, kept))
 
+    def add_split(self, split: Split) -> None:
+        """Append a split if it differs from the last; at the limit drop every second split but the first and last."""
+        last = self.splits[-1] if self.splits else None
+        if last is None or (split.workers, split.contexts) != (last.workers, last.contexts):
+            self.splits.append(split)
+        if len(self.splits) >= MOST_POINTS:
+            self.splits = [*self.splits[:-1:2], self.splits[-1]]
+
     @property
     def seconds(self) -> float:
         """Seconds of training so far."""
@@ -88,6 +110,7 @@ class Record:
         """Drop everything after a step, from which training resumes."""
         self.points = [point for point in self.points if point.step <= step]
         self.validations = [validation for validation in self.validations if validation.step <= step]
+        self.splits = [split for split in self.splits if split.step < step]
 
     def best(self) -> dict[str, Validation]:
         """Return the first validation with the best value of each metric: the smallest for losses, else the largest."""
@@ -110,6 +133,7 @@ class Record:
             "points": columns,
             "per_point": self.per_point,
             "validations": [asdict(validation) for validation in self.validations],
+            "splits": [asdict(split) for split in self.splits],
             "best": {n: {"value": v.values[n], "epoch": v.epoch, "step": v.step} for n, v in self.best().items()},
         }
         return {name: _plain(value) for name, value in data.items()}
@@ -127,6 +151,7 @@ class Record:
             [Point(**row) for row in rows],
             data["per_point"],
             [Validation(**_numbers(validation)) for validation in data["validations"]],
+            [Split(**split) for split in data.get("splits", [])],  # older pages have none
         )
 
 

@@ -29,7 +29,7 @@ from gangline.models.metrics.metric import create as create_metric
 from gangline.models.reports import record as records
 from gangline.models.reports.chart import Line, line_chart
 from gangline.models.reports.page import FORMAT, TrainingProgress, drawn, read_progress
-from gangline.models.reports.record import Point, Record, Validation
+from gangline.models.reports.record import Point, Record, Split, Validation
 
 SIX = 1e-5  # as six digits show it
 
@@ -375,7 +375,10 @@ def test_many_validations_are_thinned_out_but_for_the_best() -> None:
     record = Record()
     for epoch in range(10_000):
         record.add_validation(Validation(epoch + 1, epoch, 1.0, {"accuracy": 0.9 if epoch == 2 else 0.1, "loss": 1.0}))
+        record.add_split(Split(epoch, [0.5, 0.5], [1.0 if epoch % 2 else 0.5]))
     assert len(record.validations) < records.MOST_POINTS
+    assert len(record.splits) < records.MOST_POINTS
+    assert (record.splits[0].step, record.splits[-1].step) == (0, 9_999)
     assert record.best()["accuracy"].epoch == 2
     assert record.best()["loss"].epoch == 0
     assert record.validations[-1].epoch == 9_999
@@ -384,7 +387,8 @@ def test_many_validations_are_thinned_out_but_for_the_best() -> None:
 def test_a_record_can_be_restored_from_its_data() -> None:
     points = [point(1, None, metrics={}), point(2, math.nan), point(3, math.inf, samples={"gpu(0)": 7})]
     validations = [Validation(4, 0, 3.25, {"accuracy": 0.5, "loss": math.nan})]
-    record = Record(points, per_point=4, validations=validations)
+    splits = [Split(0, [0.5, 0.5], [1.0]), Split(3, [0.75, 0.25], [0.6, 0.4])]
+    record = Record(points, per_point=4, validations=validations, splits=splits)
     data = json.loads(json.dumps(record.data(), allow_nan=False))
     assert data["points"]["loss"] == [None, "nan", "inf"]
     assert data["points"]["metrics"] == {"accuracy": [None, 0.5, 0.5]}
@@ -393,6 +397,11 @@ def test_a_record_can_be_restored_from_its_data() -> None:
     again = Record.from_data(data)
     assert again.data() == data
     assert [one.loss for one in again.points] == [None, pytest.approx(math.nan, nan_ok=True), math.inf]
+    assert again.splits == record.splits
+    again.go_back_to(3)
+    assert again.splits == record.splits[:1]
+    del data["splits"]  # as in an older page
+    assert Record.from_data(data).splits == []
 
 
 def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
@@ -526,10 +535,13 @@ def data_of(record: Record, state: str, **more: Any) -> dict[str, Any]:
 
 def test_unusual_records_are_drawn() -> None:
     record = Record([point(step, math.nan if step > 5 else 10.0**-step) for step in range(1, 9)], per_point=2)
+    for step, loads in [(0, [0.5, 0.5]), (3, [0.75, 0.25]), (5, [0.75, 0.25])]:
+        record.add_split(Split(step, loads, [1.0]))
     shown = Drawn(drawn(data_of(record, "stopped", reason="OSError: <disk>")))
     assert list(shown.curves["loss"]) == ["batches", "smoothed", "minimum", "maximum"]
     assert len(shown.curves["loss"]["batches"]) == 5
-    assert len(shown.curves) == 5
+    assert list(shown.curves["split over the workers"]) == ["worker 0", "worker 1"]
+    assert len(shown.curves) == 6
     assert shown.rows["training loss"] == "nan"
     assert shown.rows["state"] == "stopped: OSError: <disk>"
     for state in ("running", "ended", "stopped"):

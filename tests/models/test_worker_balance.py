@@ -297,11 +297,15 @@ def page_in_a_job(comm: Communicator, path: str) -> Path:
     return Path(f"{path}/{comm.rank}.html")
 
 
-def test_the_page_shows_the_current_loads_and_times_of_the_workers(two: list[dict[str, Any]]) -> None:
+def test_the_page_shows_the_split_and_how_it_moved(two: list[dict[str, Any]]) -> None:
     data = read_progress(two[0]["page"])
+    splits = data["splits"]
+    assert splits[0] == {"step": 0, "workers": [0.5, 0.5], "contexts": [1.0]}
+    assert 0 < splits[1]["step"] < 6  # in the first epoch
+    assert splits[-1]["workers"][0] > 0.7
     shown = re.fullmatch(r"(\S+), (\S+) \(auto\)", data["settings"]["loads of the workers"])
     assert shown
-    assert float(shown[1]) > 0.7
+    assert float(shown[1]) == pytest.approx(splits[-1]["workers"][0], abs=2e-3)
     for rank in range(2):
         assert re.fullmatch(r"computed \S+ s, waited \S+ s", data["settings"][f"worker {rank}, last epoch"])
 
