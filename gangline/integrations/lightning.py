@@ -45,6 +45,7 @@ class Balance(Callback):
         self.loader: QueuedWeights | None = None
         """Balanced train loader of the current fit."""
         self._process: Any = None
+        self._batches: Any = None  # what Lightning iterates
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap the strategy's processing of loaders.
