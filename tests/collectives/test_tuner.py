@@ -258,6 +258,7 @@ REGISTRY["all_reduce"]["lazy"] = lambda request: direct.broadcast(request.size, 
 """
 
 
+@pytest.mark.slow
 def test_an_algorithm_with_a_wrong_sum_is_refused_however_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(REGISTRY["all_reduce"], "lazy", lambda request: direct.broadcast(request.size, 0))
     kept = ("lazy", "one_shot", "halving_doubling", "ring")
