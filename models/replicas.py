@@ -93,6 +93,22 @@ class Replicas:
                 parameter.requires_grad_(trained[name])
             replica.parameters = _trained(replica.network)
 
+    def unfrozen(self) -> list[str]:
+        """Return the names of parameters that were frozen at `update_trained_parameters` and require gradients now."""
+        trained = set(map(id, self.first.parameters.values()))
+        if all(id(one) in trained for one in self.first.all_parameters if one.requires_grad):
+            return []
+        named = parameters_of(self.first.network).items()
+        return [name for name, one in named if one.requires_grad and id(one) not in trained]
+
+    def copy_frozen(self) -> None:
+        """Freeze in all replicas what is frozen in the user's network now, and unfreeze the others."""
+        first, *others = [replica.all_parameters for replica in self.all]
+        for copies in others:
+            for parameter, target in zip(first, copies, strict=True):
+                if target.requires_grad != parameter.requires_grad:
+                    target.requires_grad_(parameter.requires_grad)
+
     def note(self) -> None:
         """Record the state of the user's network after a pass, for `copy_written`."""
         if len(self.all) > 1:

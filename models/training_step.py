@@ -64,6 +64,7 @@ class TrainingStep:
         self._divisor: float | None = None  # of the batch's summed loss; None while it is unknown
         self._first_sample = 0  # of this worker, within the batch of all workers
         self._has_no_samples = False
+        self._unfrozen: list[str] = []
         self._accumulation = GradientAccumulation()
         self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
         self._gradients_used = True
@@ -144,6 +145,15 @@ class TrainingStep:
 
     def _begin_batch(self, data: Batch | None) -> None:
         self._begin_forward(train=True)
+        replicas = self._executor.replicas
+        names = replicas.unfrozen() if self.optimizer.is_set else []
+        if names and names != self._unfrozen:
+            self._logger.warning(
+                f"not trained, because frozen when the optimizer was set: {', '.join(names)}; call init_optimizer() "
+                "again after unfreezing, or unfreeze between two calls of fit()"
+            )
+        self._unfrozen = names
+        replicas.copy_frozen()
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample
         elif self._executor.dropout_by_sample and self.workers.in_step:
@@ -151,7 +161,7 @@ class TrainingStep:
             counts = self._timed(self.workers.all_gather, own, "samples of each worker")
             self._first_sample = sum(counts[: self.workers.rank])
         if self._gradients_used:
-            self._executor.replicas.clear_gradients()
+            replicas.clear_gradients()
             self._accumulation = GradientAccumulation()
         self._executor.take_times()  # drops the times of a failed batch
         if self._load_balancer is not None:

@@ -439,6 +439,45 @@ def test_statistics_and_frozen_weights_that_are_written_reach_all_contexts(conte
         assert distance({"outputs": found}, {"outputs": copy.deepcopy(network).eval()(data).detach()}) < 1e-5
 
 
+@both
+@pytest.mark.parametrize("freezes", [True, False], ids=["freezes", "unfreezes"])
+@pytest.mark.parametrize("within", [True, False], ids=["within_fit", "between_fits"])
+def test_layers_that_are_frozen_and_unfrozen_are_trained_as_by_torch(
+    contexts: list[Any], freezes: bool, within: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def network() -> nn.Sequential:
+        torch.manual_seed(3)
+        layers = nn.Sequential(nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES))
+        layers[0].requires_grad_(freezes)
+        return layers
+
+    plain, own = network(), network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(2):
+        for data, labels in loader():
+            optimizer.zero_grad()
+            F.cross_entropy(plain(data), labels).backward()
+            optimizer.step()
+        plain[0].requires_grad_(not freezes)
+    with Module(own, nn.CrossEntropyLoss(), context=contexts) as module:
+
+        def change(*_: object) -> None:
+            own[0].requires_grad_(not freezes)
+            if within and not freezes:
+                module.forward_backward_update(*arrays())
+                assert "not trained, because frozen when the optimizer was set: 0.weight, 0.bias" in caplog.text
+
+        fit = partial(module.fit, loader(), kvstore="local", optimizer_params={"learning_rate": 0.5})
+        if within:
+            fit(num_epoch=2, epoch_end_callback=change)
+        else:
+            fit(num_epoch=1)
+            change()
+            fit(num_epoch=1)
+        if freezes or not within:
+            assert distance(module.get_params(), plain.state_dict()) < 1e-6
+
+
 # -- compiled networks ------------------------------------------------------------------------------------------------
 
 
