@@ -441,7 +441,10 @@ class Trainer(NetworkState):
         self._optimizer.set_learning_rate(learning_rate)
 
     def save_states(self, path: str | Path) -> None:
-        """Write the optimizer's state to a safetensors file on rank 0; with ``shard`` collective."""
+        """Write the optimizer's state to a safetensors file on rank 0; with ``shard`` collective.
+
+        Errors of gradient compression are not in it; each worker has its own, in `KVStore.compression_residuals`.
+        """
         if not self.kvstore.rank or self._is_sharded:
             self._optimizer.save_optimizer_states(path)
 

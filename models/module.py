@@ -511,7 +511,7 @@ class Module:
         Args:
             data: tensor, array, tuple or dict, with the batch on the first axis of each tensor; or an object with
                 attributes ``data`` and ``label``, such as MXNet's DataBatch. In a job, this worker's share of the
-                batch; None if it has no samples.
+                batch; None, or tensors of length 0, if it has no samples.
             label: labels, likewise; None: no loss is computed, unless the output is the loss.
             is_train: training mode with gradients, or evaluation mode without; None: ``for_training`` of `bind`.
 

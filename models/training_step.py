@@ -14,7 +14,16 @@ from gangline.collectives.workload import split_batch
 from gangline.models.balance.balancer import Balancer, MemoryLimits
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share
-from gangline.models.data.batches import Batch, as_batch, checked_batch, concat, map_tensors, num_samples, tensors_of
+from gangline.models.data.batches import (
+    Batch,
+    as_batch,
+    checked_batch,
+    concat,
+    is_empty,
+    map_tensors,
+    num_samples,
+    tensors_of,
+)
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.executor.executor import Executor, Share, is_out_of_memory
 from gangline.models.loss.loss_scale import LossScale
@@ -124,8 +133,8 @@ class TrainingStep:
         return split_batch(num_samples(data, "data"), self.loads, self._minimum)
 
     def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
-        """Bind the replicas and return data and label as batches; data may be None on one of several workers."""
-        self._has_no_samples = data is None and self.workers.has_others
+        """Bind the replicas and return data and label as batches, or None on one of several workers without samples."""
+        self._has_no_samples = self.workers.has_others and is_empty(data)
         data, label = (None, None) if self._has_no_samples else checked_batch(data, label)
         self._executor.bind(data)
         return data, label

@@ -67,6 +67,11 @@ def num_samples(batch: Batch, what: str) -> int:
     return size
 
 
+def is_empty(data: Any) -> bool:
+    """Return whether data is None or has tensors without samples."""
+    return data is None or all(0 in tensor.shape[:1] for tensor in tensors_of(as_batch(data, "data")))
+
+
 def length_of(items: Any) -> int | None:
     """Return the length of batches, a data set or a sampler; None if it has none."""
     try:
