@@ -48,7 +48,7 @@ class HostCollectives:
         self._transport, self._slot_exchange = resources.transport, resources.slot_exchange
         self._rank, self._size = resources.rank, resources.size
         self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
-        self._costs: dict[int, Costs] = {}  # by the logarithm of bytes
+        self._costs: dict[tuple[int, bool], Costs] = {}  # by the logarithm of bytes, and whether memory is registered
 
     @cached_property
     def _choices(self) -> list[np.ndarray]:
@@ -241,7 +241,7 @@ class HostCollectives:
         assert isinstance(slot_exchange, CompiledSlotExchange)
         plan = engine.plan("all_reduce", flat.nbytes)
         assert plan is not None
-        costs = self._costs.setdefault(flat.nbytes.bit_length(), Costs())
+        costs = self._costs.setdefault((flat.nbytes.bit_length(), self._transport.is_registered(flat)), Costs())
         with engine.call(code) as message_tag:
             if self._rank == 0:
                 self._choices[slot_exchange.parity][0] = costs.choose()

@@ -195,6 +195,10 @@ class Transport(ABC):
         """
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
+    def is_registered(self, data: Tensor) -> bool:  # noqa: ARG002  for transports that share memory
+        """Return whether a 1-d tensor is in memory of `empty` that other ranks read without a copy."""
+        return False
+
     @abstractmethod
     def withdraw(self) -> None:
         """Withdraw all outgoing messages that are not done, so that their memory may be written.

@@ -121,7 +121,10 @@ def _large(comm: Communicator) -> int:
         own.fill_(comm.rank + 1)
         comm.all_reduce(own, out=out)  # of which each reads what the other's first chunk overwrites
         assert out.eq(sum(range(1, comm.size + 1))).all()
-    return comm._engine.next_number
+    number, kinds = comm._engine.next_number, len(comm._host._costs)
+    comm.all_reduce(comm.empty(memory.shape).fill_(1))
+    assert len(comm._host._costs) == kinds + (comm.size == 2)  # not the times of other memory
+    return number
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 5))])

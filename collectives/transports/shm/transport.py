@@ -168,6 +168,9 @@ class SharedMemoryTransport(Transport):
         segments = share(self.rank, max(nbytes, 1), exchange_released)
         return self._registered.add(segments, self.rank, nbytes)
 
+    def is_registered(self, data: Tensor) -> bool:  # noqa: D102
+        return self._registered.find(data.view(torch.uint8)) is not None
+
     def withdraw(self) -> None:  # noqa: D102
         for queue in list(self._send_queues.values()):
             queue.withdraw()
