@@ -52,6 +52,7 @@ def test_workers_of_all_hosts_run_with_their_ranks_and_log_files(server: sshd.Ss
     server.wait_until_empty()
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_named_with_its_host_and_the_others_end(server: sshd.Sshd) -> None:
     with launch(server, "if rank == 1: sys.exit(3)\n" + READY) as run:
         code, _, errors = run.end()

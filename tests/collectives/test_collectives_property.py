@@ -195,7 +195,9 @@ def _all_kinds(comm: Communicator) -> None:
     _complex(comm)
 
 
-@pytest.mark.parametrize(("transport", "size"), [("in_process", 3), ("shared_memory", 4), ("tcp", 4)])
+@pytest.mark.parametrize(
+    ("transport", "size"), [("in_process", 3), ("shared_memory", 4), pytest.param("tcp", 4, marks=pytest.mark.slow)]
+)
 def test_means_complex_numbers_and_results_that_overlap_inputs_are_right(transport: str, size: int) -> None:
     in_ranks(transport, size, _all_kinds)
 

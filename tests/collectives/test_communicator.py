@@ -649,8 +649,8 @@ def _many_calls(comm: Communicator) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("transport", "size"),
     [
-        *(("shared_memory", 3), ("tcp", 3)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("in_process", 5), ("ipc", 3))),
+        ("shared_memory", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("in_process", 5), ("ipc", 3), ("tcp", 3))),
     ],
 )
 def test_calls_in_flight_and_of_groups_are_right_and_small_rows_take_one_exchange(transport: str, size: int) -> None:

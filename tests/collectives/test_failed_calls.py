@@ -103,7 +103,8 @@ def _fail_and_write(comm: Communicator, folder: str, registered: bool) -> list[s
 
 
 @pytest.mark.parametrize(
-    "medium", ["in_process", "shared_memory", pytest.param("registered memory", marks=pytest.mark.slow)]
+    "medium",
+    ["shared_memory", *(pytest.param(one, marks=pytest.mark.slow) for one in ("in_process", "registered memory"))],
 )
 def test_bytes_written_after_a_failed_call_reach_nobody(
     medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

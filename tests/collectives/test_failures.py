@@ -254,7 +254,7 @@ def interrupt_one(comm: Communicator, path: str, situation: str, victim: int) ->
     ("transport", "size", "victim", "situation"),
     [
         ("shared_memory", 2, 0, "small all_reduce"),
-        ("shared_memory", 3, 2, "large all_reduce"),
+        _slow("shared_memory", 3, 2, "large all_reduce"),
         _slow("ipc", 4, 1, "large all_reduce"),
         _slow("tcp", 2, 1, "large all_reduce"),
         ("tcp", 3, 1, "barrier"),
@@ -313,6 +313,7 @@ def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said
     return [error_of(comm.barrier), error_of(comm.barrier)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_after_an_error_is_named() -> None:
     with ExitStack() as stack:  # in parallel, as all of them wait
         cases = [
@@ -544,9 +545,8 @@ def _make_one_long_call(seconds: float) -> None:
         rows = int(rows * min(100.0, max(1.2, 1.2 * seconds / lasted)))
 
 
-@pytest.mark.parametrize(
-    ("transport", "size", "busy"), [("shared_memory", 2, 1), _slow("ipc", 2, 0), _slow("tcp", 3, 0)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "size", "busy"), [("shared_memory", 2, 1), ("ipc", 2, 0), ("tcp", 3, 0)])
 def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
     with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:
         for _ in range(2):

@@ -270,6 +270,7 @@ def _count_descriptors(rank: Rank) -> None:
         rank.exchange(b"")
 
 
+@pytest.mark.slow
 def test_sixteen_ranks_open_few_descriptors_and_close_them() -> None:
     with Processes(_count_descriptors, 16) as ranks:
         for _ in range(2 * len(ADDRESSES)):

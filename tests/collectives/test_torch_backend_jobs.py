@@ -213,6 +213,7 @@ def do_not_join(rank: Rank, path: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_an_error_after_the_time_of_the_wait_the_barrier_or_the_group(tmp_path: Path) -> None:
     with Processes(do_not_join, 2, f"{tmp_path}/store") as processes:
         assert processes.heard(0) == "late"

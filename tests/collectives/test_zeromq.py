@@ -208,6 +208,7 @@ def _wait_for_the_other_host(rank: Rank, addresses: list[str], namespaces: list[
     rank.hear()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_a_cut_cable_between_two_hosts_is_an_error_for_both_ends() -> None:
     with Hosts(2) as hosts, Processes(_wait_for_the_other_host, 2, hosts.addresses, hosts.names) as ranks:

@@ -147,6 +147,7 @@ def test_an_address_of_another_host_than_rank_0s_is_named_by_both_ranks() -> Non
     assert "nothing listens there" in second["findings"][0]["remedy"]
 
 
+@pytest.mark.slow
 @HOSTS
 def test_a_name_that_rank_0_resolves_to_loopback_is_named(tmp_path: Path) -> None:
     with Hosts(2) as hosts:

@@ -241,6 +241,7 @@ def test_a_job_ends_with_the_code_of_its_failure_and_names_the_process(
     assert re.sub(r" \(pid \d+\)", "", errors[0]).startswith(f"gangline: {words}"), errors
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_left_the_job_is_the_first_to_fail_though_its_process_ends_last(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -152,6 +152,7 @@ def _watch_deaths(comm: Communicator, path: str) -> None:
         actor.tell([kv.dead_nodes(), kv.num_dead_nodes()])
 
 
+@pytest.mark.slow
 def test_a_dead_worker_of_an_allreduce_store_is_named() -> None:
     with Stage(_watch_deaths, 3, transport="auto") as stage:
 

@@ -31,6 +31,7 @@ def refused_by_servers() -> str:
         return str(refused.value)
 
 
+@pytest.mark.slow
 def test_asynchronous_workers_are_refused() -> None:
     for text in run_job(refused_by_servers, 2, 1):
         assert text.startswith("sync_batchnorm=True needs 2 workers in step")

@@ -59,6 +59,7 @@ def test_a_prefix_that_another_process_writes_is_refused_and_names_it(tmp_path: 
     assert not list(tmp_path.glob("*.lock"))
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     holder = start_holder(prefix)

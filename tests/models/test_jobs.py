@@ -91,6 +91,7 @@ def test_what_is_asked_for_stays_and_divergence_is_reported() -> None:
     assert first[2].count("the training loss went from") == 1  # beside the error at the end
 
 
+@pytest.mark.slow
 def test_a_prefix_in_use_ends_the_command_with_one_line(tmp_path: Path, run: Run) -> None:
     holder = start_holder(tmp_path / "net")
     words = ["train", "--network", "mlp", "--num-epochs", "1", "--cpus", "1", "--model-prefix", tmp_path / "net"]

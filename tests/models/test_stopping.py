@@ -299,6 +299,7 @@ def stopped_by_servers(kvstore: str, folder: str) -> Any:
     return stopped(rank, kvstore, folder, "signal")
 
 
+@pytest.mark.slow
 def test_workers_of_servers_end_together(tmp_path: Path) -> None:
     first, second = run_job(stopped_by_servers, 2, 1, "dist_sync", str(tmp_path))
     assert first[:2] == second[:2]
