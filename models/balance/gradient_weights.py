@@ -165,7 +165,10 @@ class GradientWeights:
         """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
         if self._weight is None:
             return
-        trained = [name.removeprefix("module.") for name, one in self._unreduced.items() if one.grad is not None]
+        unreduced = [
+            (name, one) for name, one in self._unreduced.items() if one.requires_grad
+        ]  # others keep old gradients
+        trained = [name.removeprefix("module.") for name, one in unreduced if one.grad is not None]
         if trained:
             raise RuntimeError(
                 f"balance: the ranks have different gradients of {', '.join(trained)}, which DistributedDataParallel "

@@ -239,7 +239,7 @@ def late_parameters(comm: Communicator, path: str, backend: str) -> None:
             for epoch in range(2):
                 if epoch:
                     change()
-                optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+                optimizer = torch.optim.SGD([one for one in network.parameters() if one.requires_grad], lr=1e-3)
                 for batch in loader:
                     optimizer.zero_grad()
                     model(batch.float()).mean().backward()
@@ -255,6 +255,10 @@ def late_parameters(comm: Communicator, path: str, backend: str) -> None:
     def unfreeze(network: nn.Module) -> None:
         network.requires_grad_(True)
 
+    def set_old_gradient(network: nn.Sequential) -> None:
+        network[0].weight.grad = torch.ones(2, 3)
+
+    of(1, set_old_gradient)()  # a layer that stays frozen is not trained
     check_refused(of(1, unfreeze), "different gradients of 0.weight, 0.bias", "wrap the network again")
     check_refused(of(0, lambda network: network.append(nn.Linear(1, 1))), "different gradients of 2.weight, 2.bias")
 
