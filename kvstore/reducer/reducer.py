@@ -647,11 +647,11 @@ def check_frozen(parameters: Parameters, trained: Collection[Any], owner: str) -
 
     Its gradients would stay on this worker.
     """
-    freed = [key for key, parameter in parameters.items() if parameter.requires_grad and key not in trained]
-    if freed:
+    unfrozen = [key for key, parameter in parameters.items() if parameter.requires_grad and key not in trained]
+    if unfrozen:
         raise RuntimeError(
-            f"parameters {freed} have requires_grad=True, but had False when the {owner} was made, so their gradients "
-            f"reach no other worker; expected a new {owner} after they are freed"
+            f"parameters {unfrozen} have requires_grad=True, but had False when the {owner} was made, so their "
+            f"gradients reach no other worker; make a new {owner} after unfreezing them"
         )
 
 
