@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -425,6 +426,17 @@ class Module:
         self._step.set_optimizer(binding)
         self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
         self.run_state.optimizer_set_by_fit = False
+
+    def train_unfrozen(self) -> None:
+        """Also train what requires gradients since `init_optimizer`; the others keep their state. Collective."""
+        assert self.optimizer_request is not None
+        state, rate, named = self.optimizer_state(), self.learning_rate, parameters_of(self.network)
+        trained = {json.dumps(name) for name, parameter in named.items() if parameter.requires_grad}
+        state = state.of_keys(lambda name: json.dumps(name) in trained)
+        shapes = {name: shape for name, shape in state.shapes.items() if name in trained}
+        self._pending_optimizer_state = replace(state, shapes=shapes)
+        self.init_optimizer(*self.optimizer_request)
+        self.set_learning_rate(rate)
 
     def _resolve_store(self, kvstore: str | KVStore | None) -> str | KVStore | None:
         """Return the store or its name; "auto" and names of single-process stores become the job's store, if any."""

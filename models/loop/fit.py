@@ -104,9 +104,7 @@ def _initialize(module: Module, train: Source, options: FitOptions) -> None:
     """Initialize the parameters if requested, and the optimizer unless the user has done so."""
     request = (options.kvstore, options.optimizer, dict(options.optimizer_params or {}))
     set_by_fit = module.run_state.optimizer_set_by_fit
-    sets_optimizer = not module.optimizer_initialized or (
-        set_by_fit and (request != module.optimizer_request or bool(module.bound.replicas.unfrozen()))
-    )
+    sets_optimizer = not module.optimizer_initialized or (set_by_fit and request != module.optimizer_request)
     sets_params = any(one is not None for one in (options.initializer, options.arg_params, options.aux_params))
     if (sets_optimizer or sets_params) and module.bound.lazy_parameters():
         states = host_states(train.generator)
@@ -122,6 +120,9 @@ def _initialize(module: Module, train: Source, options: FitOptions) -> None:
         )
     if sets_optimizer:
         module.init_optimizer(*request)
+        module.run_state.optimizer_set_by_fit = True
+    elif set_by_fit and module.bound.replicas.unfrozen():
+        module.train_unfrozen()
         module.run_state.optimizer_set_by_fit = True
     elif request not in (_DEFAULT_REQUEST, module.optimizer_request):
         module.logger.warning("init_optimizer() was called before; fit() ignores its own kvstore and optimizer")

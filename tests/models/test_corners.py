@@ -452,7 +452,7 @@ def test_layers_that_are_frozen_and_unfrozen_are_trained_as_by_torch(
         return layers
 
     plain, own = network(), network()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         for data, labels in loader():
             optimizer.zero_grad()
@@ -467,7 +467,7 @@ def test_layers_that_are_frozen_and_unfrozen_are_trained_as_by_torch(
                 module.forward_backward_update(*arrays())
                 assert "not trained, because frozen when the optimizer was set: 0.weight, 0.bias" in caplog.text
 
-        fit = partial(module.fit, loader(), kvstore="local", optimizer_params={"learning_rate": 0.5})
+        fit = partial(module.fit, loader(), kvstore="local", optimizer_params={"learning_rate": 0.1, "momentum": 0.9})
         if within:
             fit(num_epoch=2, epoch_end_callback=change)
         else:
