@@ -156,7 +156,7 @@ class Script:
         self.rank = rank
         self._faults = [fault for fault in faults if fault.role == role]
         self._counts: Counter[str] = Counter()
-        self._held: dict[object, Callable[[], object]] = {}  # messages to exchange with the next, by connection
+        self._held: dict[tuple[object, ...], Callable[[], object]] = {}  # messages to exchange with the next, by line
 
     def reach(self, point: str) -> Fault | None:
         """Count an event; kill or stop this process if the script says so, or return a fault of a message."""
@@ -175,13 +175,14 @@ class Script:
         return found
 
     def pass_on(
-        self, points: Collection[str], line: object, act: Callable[[], object], cut: Callable[[], object]
+        self, points: Collection[str], line: tuple[object, ...], act: Callable[[], object], cut: Callable[[], object]
     ) -> None:
         """Send or handle a message, unless the script has a fault at one of its points.
 
         Args:
             points: points of the message.
-            line: the connection: a message changes places with the next one of the same connection.
+            line: the channel or listener, then what names the connection and direction: a message changes places with
+                the next one of the same line.
             act: sends or handles the message.
             cut: breaks the connection.
         """
@@ -198,10 +199,10 @@ class Script:
             if (held := self._held.pop(line, None)) is not None:
                 held()
 
-    def release(self) -> None:
-        """Send or handle held messages, because no other message follows."""
-        while self._held:
-            self._held.popitem()[1]()
+    def release(self, owner: object) -> None:
+        """Send or handle what a channel or listener holds, in its thread, because no other message follows."""
+        for line in [line for line in list(self._held) if line[0] is owner]:
+            self._held.pop(line)()
 
 
 def _stop(seconds: float | None) -> None:
@@ -273,7 +274,7 @@ class ScriptedChannel:
 
     def receive(self, events: Set[Source]) -> Iterator[list[memoryview]]:
         if not events:
-            self._script.release()
+            self._script.release(self)
         for frames in self._channel.receive(events):
             act = partial(self._passed.append, frames)
             self._script.pass_on(_points_of(frames, "push-sent"), (self, "received"), act, self._break)
@@ -283,7 +284,7 @@ class ScriptedChannel:
             yield self._passed.popleft()
 
     def close(self) -> None:
-        self._script.release()
+        self._script.release(self)
         self._channel.close()
 
     def _break(self) -> None:
@@ -304,7 +305,7 @@ class ScriptedListener(Listener):
     def wait(self, timeout_ms: int, before_sleep: Callable[[], object] = lambda: None) -> bool:
         is_notified = super().wait(timeout_ms, before_sleep)
         if not self._events and _current is not None:
-            _current.release()
+            _current.release(self)
         return is_notified
 
     def receive(self) -> Iterator[tuple[bytes, list[memoryview]]]:
@@ -312,7 +313,7 @@ class ScriptedListener(Listener):
         for identity, frames in super().receive():
             act = partial(self._passed.append, (identity, frames))
             cut = partial(self._break, identity)
-            _current.pass_on(_points_of(frames, "push-taken"), (identity, "received"), act, cut)
+            _current.pass_on(_points_of(frames, "push-taken"), (self, identity, "received"), act, cut)
             while self._passed:
                 yield self._passed.popleft()
         while self._passed:
@@ -327,7 +328,7 @@ class ScriptedListener(Listener):
             sent[0] = send(identity, frames, in_place=in_place)
 
         cut = partial(self._break, identity)
-        _current.pass_on(_points_of(frames, "push-taken"), (identity, "sent"), act, cut)
+        _current.pass_on(_points_of(frames, "push-taken"), (self, identity, "sent"), act, cut)
         return sent[0]
 
     def _break(self, identity: bytes) -> None:

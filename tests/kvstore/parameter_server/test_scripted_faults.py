@@ -78,16 +78,17 @@ def test_messages_are_broken_repeated_and_swapped() -> None:
     )
     seen: list[str] = []
     for number, points in enumerate([["pull"], ["ack"], ["pull"], ["pull"], []]):
-        script.pass_on(points, "line", lambda number=number: seen.append(str(number)), lambda: seen.append("cut"))  # type: ignore[misc]
+        script.pass_on(points, ("line",), lambda number=number: seen.append(str(number)), lambda: seen.append("cut"))  # type: ignore[misc]
     assert seen == ["1", "1", "0", "2", "cut", "4"]
 
 
 def test_a_message_without_a_next_one_is_sent_in_the_end() -> None:
     script = faults.Script(faults.parse("worker 0 swap at pull 1"), "worker", 0)
     seen: list[str] = []
-    script.pass_on(["pull"], "line", lambda: seen.append("pull"), lambda: None)
+    script.pass_on(["pull"], ("line",), lambda: seen.append("pull"), lambda: None)
+    script.release("another, which another thread may use")
     assert seen == []
-    script.release()
+    script.release("line")
     assert seen == ["pull"]
 
 
