@@ -68,9 +68,10 @@ class MisplacedMessageError(GanglineError):
         self.source, self.message_tag = source, message_tag
 
 
-class _ChunkSend(NamedTuple):
-    first: int
-    last: int
+class _Sent(NamedTuple):
+    begin: int
+    end: int
+    """Addresses of the bytes."""
     request: SendRequest
 
 
@@ -97,13 +98,13 @@ def run(
         ProtocolError: if a message has another length than expected.
         GanglineError: if a rank is dead, late or in another call.
     """
-    pending: list[_ChunkSend] = []
+    pending: list[_Sent] = []
     for step in program:
         if isinstance(step, Send):
             data = chunks.source(step.first, step.last).view(torch.uint8)
             request = transport.send(step.to, data, message_tag)
             if not request.is_done():
-                pending.append(_ChunkSend(step.first, step.last, request))
+                pending.append(_Sent(data.data_ptr(), data.data_ptr() + data.nbytes, request))
         elif isinstance(step, Receive):
             _receive(step, transport, chunks, message_tag, pending)
         else:
@@ -113,11 +114,11 @@ def run(
 
 
 def _receive(
-    step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_ChunkSend]
+    step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_Sent]
 ) -> None:
     target = chunks.target(step.first, step.last)
     request = expect(transport, step.source, message_tag, target)
-    unread = _unread(pending, step)
+    unread = _unread(pending, target)
     received = torch.empty_like(target) if unread else target
     request.into(received.view(torch.uint8))
     _write_when_read(target, received, unread)
@@ -128,14 +129,14 @@ def _reduce(
     transport: Transport,
     chunks: Chunks,
     message_tag: MessageTag,
-    pending: list[_ChunkSend],
+    pending: list[_Sent],
     op: str,
     divisor: int,
 ) -> None:
     own = chunks.source(step.first, step.last)
     requests = [None if rank == transport.rank else expect(transport, rank, message_tag, own) for rank in step.ranks]
     target = chunks.target(step.first, step.last)
-    unread = _unread(pending, step)
+    unread = _unread(pending, target)
     result = torch.empty_like(target) if unread else target
     elements = PIECE // own.element_size()
     for index in range(-(-own.numel() // elements)):
@@ -167,13 +168,14 @@ def expect(transport: Transport, source: int, message_tag: MessageTag, like: Ten
     return request
 
 
-def _unread(pending: list[_ChunkSend], step: Receive | Reduce) -> list[_ChunkSend]:
-    """Return the messages sent from the chunks that a step writes, if they have not been read yet."""
+def _unread(pending: list[_Sent], target: Tensor) -> list[_Sent]:
+    """Return the messages sent from the memory of a tensor that have not been read yet."""
     pending[:] = [message for message in pending if not message.request.is_done()]
-    return [message for message in pending if message.first < step.last and step.first < message.last]
+    begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
+    return [message for message in pending if message.begin < end and begin < message.end]
 
 
-def _write_when_read(target: Tensor, values: Tensor, unread: list[_ChunkSend]) -> None:
+def _write_when_read(target: Tensor, values: Tensor, unread: list[_Sent]) -> None:
     """Copy values that could not be written into ``target`` at once, after its old values have been read."""
     if unread:
         for message in unread:

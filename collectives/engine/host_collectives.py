@@ -29,7 +29,8 @@ from gangline.collectives.schedule import Receive, Reduce, Step
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange
 
-_TRIAL_CALLS = 16  # one of them tries the slower way, if that is nearly as fast
+_FIRST_CALLS = 6  # try both ways in turn: the first call of each also maps memory
+_TRIAL_CALLS = 64  # one of them tries the slower way, if that is nearly as fast
 _MOST_SLOT_VIEWS = 4096
 _NO_MEMORY = "the values of a tensor of shape {} are in no memory; expected a tensor with storage"
 
@@ -95,13 +96,18 @@ class HostCollectives:
     def _by_schedule(self, flat: Tensor, out: Tensor | None, op: str, plan: Plan, message_tag: MessageTag) -> None:
         """Reduce ``flat`` into ``out``, which may be ``flat``; None on ranks that get no result."""
         buffer = as_sent(flat, op)
+        written = _written_chunks(plan.steps)
+        chunks: Chunks | None = None
         if buffer is flat and out is not None:
-            if out is not flat:
+            if out is not flat and len(written) == plan.chunks and not overlap([flat], [out]):
+                chunks = _KeptInput(flat, out, range(plan.chunks), plan.chunks)
+            elif out is not flat:
                 copy_values(out, flat)
             buffer = out
-        elif buffer is flat and _written_chunks(plan.steps):
+        elif buffer is flat and written:
             buffer = flat.clone()
-        run(plan.steps, self._transport, EqualChunks(buffer, plan.chunks), message_tag, op, self._divisor(op))
+        chunks = chunks or EqualChunks(buffer, plan.chunks)
+        run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
         if out is not None and out is not buffer:
             out.copy_(buffer)
 
@@ -158,7 +164,7 @@ class HostCollectives:
                 flat = as_sent(flat, op)
                 if plan.steps and _written_chunks(plan.steps) <= set(own):
                     row = out.to(flat.dtype)
-                    chunks: Chunks = _OwnRowChunks(flat, row, own, plan.chunks)
+                    chunks: Chunks = _KeptInput(flat, row, own, plan.chunks)
                     run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
                     if row is not out:
                         out.copy_(row)
@@ -298,8 +304,8 @@ class Costs:
         """Return the way of the next call, 0 or 1."""
         best = int(self._seconds[1] < self._seconds[0])
         self._calls += 1
-        if not self._seconds[best]:
-            return best
+        if self._calls <= _FIRST_CALLS:
+            return self._calls % 2
         period = _TRIAL_CALLS * self._seconds[1 - best] / self._seconds[best]  # slower ways are tried less often
         return 1 - best if self._calls % int(period) == 0 else best
 
@@ -309,10 +315,14 @@ class Costs:
         self._seconds[way] = seconds if not known or seconds < known else known + (min(seconds, 2 * known) - known) / 4
 
 
-class _OwnRowChunks(Chunks):
-    """Chunks of a reduce-scatter that writes only this rank's row, so that the input needs no copy."""
+class _KeptInput(Chunks):
+    """Chunks that are read from the input until they are written to the result, so that the input needs no copy.
+
+    The steps of a rank read either written chunks or unwritten ones at a time.
+    """
 
     def __init__(self, given: Tensor, out: Tensor, own: range, chunks: int) -> None:
+        """Use an input of ``chunks`` chunks; the steps write the chunks ``own``, which are ``out``."""
         self._given = EqualChunks(given, chunks)
         self._out = EqualChunks(out, len(own))
         self._first = own.start

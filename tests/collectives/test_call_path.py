@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gangline import Communicator, spawn
 from gangline.collectives.communicator import open_communicator
@@ -21,7 +22,7 @@ from gangline.collectives.compiled_core import has_collectives, problem
 from gangline.collectives.transports.shm import cma, host_group, segments
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.tuner import SHARED_LIMIT
-from tests.collectives.ranks import exchange_over
+from tests.collectives.ranks import exchange_over, in_threads
 
 FRAMES_TO_SEND = 6
 FRAMES_TO_READ = 9
@@ -109,6 +110,35 @@ def _calls_of_small_collectives(comm: Communicator) -> dict[str, list[str]]:
 def test_a_collective_through_the_compiled_core_takes_few_python_calls() -> None:
     for shortest in spawn(_calls_of_small_collectives, 2, transport="shared_memory", timeout=60):
         assert all(1 < len(calls) <= CALLS for calls in shortest.values()), shortest
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the bytes that this thread copies."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.nbytes += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def _bytes_copied(comm: Communicator) -> int:
+    tensor, result = torch.ones(3 * SHARED_LIMIT), torch.zeros(3 * SHARED_LIMIT)
+    with _Copies() as copies:
+        comm.all_reduce(tensor, "sum", result)
+    assert tensor.eq(1).all()
+    assert result.eq(comm.size).all()
+    return copies.nbytes
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "halving_doubling", "one_shot"])
+def test_an_all_reduce_into_another_tensor_copies_only_what_it_receives(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GANGLINE_ALGO", algorithm)
+    received = 0 if algorithm == "one_shot" else 3 * SHARED_LIMIT * 4 // 2
+    assert in_threads(2, _bytes_copied) == [received] * 2
 
 
 def _rounds(comm: Communicator) -> dict[str, int]:
