@@ -39,6 +39,7 @@ class KeyedOptimizer:
         self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
         self._starts: dict[Key, dict[str, float]] = {}  # by key: initial values of row state
         self._uses_gpu = False
+        self._begins_with_state = False  # whether the optimizer creates state with the weight, as Adagrad
 
     @property
     def learning_rate(self) -> float:
@@ -61,6 +62,8 @@ class KeyedOptimizer:
         if before is weight:
             return
         probe = self.check(key, weight)
+        self._begins_with_state |= bool(probe.state)
+        probe.state.clear()  # a key's state begins with its first update: a worker that never updates it has none
         factors = self.spec.factors(key)
         if self._optimizer is None:
             self._optimizer = probe
@@ -74,8 +77,6 @@ class KeyedOptimizer:
         self._group_of[key] = self._groups[factors]
         if before is not None:
             self._restore(key, self._optimizer.state.pop(before, {}))
-        elif weight in probe.state:  # the optimizer creates state with the weight, as Adagrad up to 2.12
-            self._optimizer.state[weight] = probe.state[weight]
 
     def state_of(self, key: Key) -> dict[str, Any]:
         """Return the live state of an added key: tensors and plain values by name."""
@@ -119,6 +120,8 @@ class KeyedOptimizer:
                 if is_wanted is not None and not is_wanted(key):
                     continue
                 weight = self.weights[key]
+                if self._begins_with_state and weight not in optimizer.state:
+                    optimizer.state[weight] = self.check(key, weight).state[weight]
                 for_torch = values
                 if isinstance(gradient, RowSparse) and self.spec.takes_dense:
                     rows = _Rows(weight, gradient.indices, optimizer, self._start_values(key))

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,18 @@ def test_names_of_torch_and_mxnet_classes_lists_and_parsed_specs_mean_torchs_opt
         for step in (3, 4):
             push(resumed, step)
         check_same(pulled(resumed), torch_run(lambda values: optimizer_class(values, **arguments)))
+
+
+@pytest.mark.parametrize("spec", [("adagrad", {"lr": LR, "initial_accumulator_value": 0.5}), (Heavy, {"lr": LR})])
+def test_a_key_that_a_loaded_state_lacks_begins_anew(kv: KVStore, spec: Any) -> None:
+    """As a key that was frozen, or that no worker of a ``dist_sync`` store had a gradient for, when it was saved."""
+    start(kv, spec)
+    push(kv, 0)
+    with create(kv.type) as resumed:
+        start(resumed, spec)
+        resumed.load_optimizer_state(replace(kv.optimizer_state(), tensors={}, plain={}))
+        push(resumed, 0)
+        check_same(pulled(resumed), pulled(kv))
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -69,6 +69,18 @@ def alone() -> dict[str, torch.Tensor]:
     return plain_loop(network(), batches, optimizer=torch.optim.Adam, lr=0.01, weight_decay=0.01)
 
 
+def adagrad(communicator: Any) -> tuple[list[dict[str, torch.Tensor]], int]:
+    """Update two keys, each owned by one worker, by Adagrad; return the state twice and the bytes of own state."""
+    states = []
+    with create("allreduce", communicator=communicator) as store:
+        store.init(["a", "b"], [torch.zeros(4), torch.zeros(4)])
+        store.set_optimizer(("adagrad", {"lr": 0.1}), shard="optimizer", memory=[1, 1])
+        for _ in range(2):
+            store.push(["a", "b"], [torch.ones(4), torch.ones(4)])
+            states.append(store.optimizer_state().tensors)
+        return states, state_bytes(store)
+
+
 def of_two_workers(communicator: Any, folder: str) -> dict[str, Any]:
     """Train in many ways as one of two workers; return what each showed."""
     wrapped_first = wrapped(communicator, [3, 1])
@@ -79,6 +91,7 @@ def of_two_workers(communicator: Any, folder: str) -> dict[str, Any]:
         "wrapped": wrapped_first,
         "wrapped, resumed": wrapped(communicator, [1, 3], wrapped_first[2]),
         "module": with_module(communicator, folder),
+        "adagrad": adagrad(communicator),
     }
 
 
@@ -139,6 +152,17 @@ def test_a_distributed_optimizer_shards_and_resumes_with_other_owners(two: list[
     for each in two:
         assert distance(each["wrapped"][0], alone()) <= 1e-11
         assert distance(each["wrapped, resumed"][0], alone()) <= 1e-11
+
+
+def test_the_gathered_state_of_an_optimizer_that_begins_with_state_is_that_of_the_owners(
+    two: list[dict[str, Any]],
+) -> None:
+    for states, nbytes in (worker["adagrad"] for worker in two):
+        for updates, state in enumerate(states, 1):
+            assert {name: tensor.mean().item() for name, tensor in state.items()} == {
+                f'"{key}"/{name}': value for key in "ab" for name, value in (("step", updates), ("sum", 4 * updates))
+            }
+        assert nbytes == 20, "each worker holds the sum and the step of one key"
 
 
 def misuses(communicator: Any) -> None:
