@@ -88,6 +88,12 @@ class KeyedOptimizer:
         """Return a torch optimizer over the weight alone; raise ValueError as `add` would."""
         if not (weight.is_floating_point() or weight.is_complex()):
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: it holds {weight.dtype}")
+        is_half_on_cpu = weight.is_cpu and weight.dtype.itemsize < 4
+        if is_half_on_cpu and self.spec.optimizer_class is torch.optim.SGD and self.spec.arguments.get("fused"):
+            raise ValueError(  # torch 2.12 and 2.13: https://github.com/pytorch/pytorch/issues/191763
+                f"key {key!r} does not fit optimizer {self.spec.name!r}: torch's fused SGD leaves most elements of a "
+                f"{weight.dtype} weight on the CPU unchanged; leave 'fused' out"
+            )
         try:
             return self.spec.optimizer_class([weight], **self.spec.arguments)
         except (TypeError, ValueError) as error:
