@@ -294,8 +294,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_fused_sgd_of_torch_is_refused_for_half_precision_on_the_cpu(kv: KVStore, dtype: torch.dtype) -> None:
     kv.init("w", torch.zeros(40, dtype=dtype))
+    kv.set_optimizer(("sgd", {"lr": LR, "fused": True}))
     with pytest.raises(ValueError, match=r"key 'w' does not fit optimizer 'sgd': .* leave 'fused' out"):
-        kv.set_optimizer(("sgd", {"lr": LR, "fused": True}))
+        kv.push("w", torch.ones(40, dtype=dtype))
     kv.set_optimizer(("sgd", {"lr": LR}))
     kv.push("w", torch.ones(40, dtype=dtype))
     kv.pull("w", out := torch.empty(40, dtype=dtype))
