@@ -281,7 +281,7 @@ def _check_count(name: str, value: object) -> None:
 def _pack(opener: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise TypeError(f"spawn got {fn!r}; expected a function that takes a communicator")
-    if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    if getattr(fn, "__module__", None) == "__main__" and not _program_is_file():
         raise ValueError(f"the ranks cannot import {fn!r}: this program is not a file; define it in a module")
     try:
         return rank_main.pack((opener, fn, args))
@@ -305,7 +305,13 @@ def _check_picklable(index: int, value: Any) -> None:
         ) from error
 
 
+def _program_is_file() -> bool:
+    return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
 def _preparation() -> dict[str, Any]:
     preparation = get_preparation_data("rank")
     preparation["authkey"] = bytes(preparation["authkey"])  # an AuthenticationString cannot be pickled
+    if not _program_is_file():  # it comes from standard input
+        preparation.pop("init_main_from_path", None)
     return {**preparation, "dir": os.getcwd()}

@@ -79,6 +79,9 @@ def main() -> None:
     through the user's code. On wrong usage the exit code is 2.
     """
     handler = signal.getsignal(signal.SIGTERM)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed; `open` takes the lowest descriptor, so that no other file gets it
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         app()
     except (ValueError, OSError, RuntimeError) as error:

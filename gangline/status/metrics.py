@@ -27,7 +27,10 @@ def serve_metrics(address: str) -> int:
         raise UsageError("metrics need prometheus-client: pip install 'gangline[metrics]'") from error
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector())
-    server, _ = start_http_server(int(port), host or "127.0.0.1", registry)
+    try:
+        server, _ = start_http_server(int(port), host or "127.0.0.1", registry)
+    except OSError as error:
+        raise UsageError(f"metrics cannot be served at {address}: {error.strerror}; choose another port") from error
     return int(server.server_port)
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import gangline
 from gangline.cli.main import app, main
-from tests.programs import python
+from tests.programs import python, run
 
 
 def test_every_public_name_exists() -> None:
@@ -35,6 +35,11 @@ def test_help_and_the_front_door_import_no_torch() -> None:
         done = python("-c", code, *arguments)
         assert done.stdout.endswith("exit 0\n[]\n"), done.stdout + done.stderr
     assert "--work-load-list" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["launch -n 1 -s 0 -- true >&-", "launch -n 1 -s 0 -- true 2>&-", "status >&-"])
+def test_a_closed_standard_stream_is_no_error(command: str) -> None:
+    run(["sh", "-c", f"exec {sys.executable} -m gangline {command}"], code=0)
 
 
 def test_every_option_has_a_help_text() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
+from gangline.collectives.errors import UsageError
 from gangline.collectives.liveness import status_query
 from gangline.collectives.liveness.status_query import ProcessStatus, statuses
 from gangline.status.late import late_processes
@@ -123,6 +125,13 @@ def test_metrics_are_served(tmp_path: Path) -> None:
     assert any('process="rank 0"' in line for line in own), text
     awaited = [line for line in text.splitlines() if line.startswith("gangline_late_seconds")]
     assert any('process="rank 1"' in line and float(line.split()[-1]) > 0 for line in awaited), text
+
+
+def test_a_port_in_use_for_metrics_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(UsageError, match=f"metrics cannot be served at {port}: Address already in use; choose"):
+            serve_metrics(str(port))
 
 
 @pytest.mark.slow

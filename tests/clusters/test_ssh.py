@@ -115,6 +115,14 @@ def test_a_host_that_cannot_be_reached_is_named(server: sshd.Sshd) -> None:
     assert "host 127.0.0.1: ssh: connect to host 127.0.0.1 port 1: Connection refused" in errors[0]
 
 
+def test_a_setting_that_does_not_fit_a_host_is_no_question_of_its_ssh(server: sshd.Sshd) -> None:
+    with launch(server, "", "--interface", "eth99", hosts="node1") as run:
+        code, _, errors = run.end()
+    assert code == 1
+    assert len(errors) == 1
+    assert errors[0].startswith("gangline: host node1: --interface eth99 is not on this host; there are ")
+
+
 def test_the_address_is_that_of_ssh_or_of_an_interface() -> None:
     assert find_address(None, "127.0.0.1 50000 127.0.0.1 22") == ("127.0.0.1", "lo")
     for wanted in ("lo", "127.0.0.1", "127.0.0.0/8"):

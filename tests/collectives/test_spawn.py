@@ -160,6 +160,27 @@ def test_a_function_of_a_program_without_a_file_is_refused(monkeypatch: pytest.M
         spawn(session.typed, 2)
 
 
+@pytest.mark.slow
+def test_a_program_from_standard_input_runs_functions_of_modules_and_refuses_its_own() -> None:
+    program = """
+import operator
+from gangline import spawn
+
+def typed(comm): pass
+
+print(spawn(operator.attrgetter("rank"), 2))
+try:
+    spawn(typed, 2)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ranks, refused = done.stdout.splitlines()
+    assert ranks == "[0, 1]"
+    assert refused.endswith("this program is not a file; define it in a module")
+
+
 def test_an_argument_that_cannot_be_pickled_is_named() -> None:
     with pytest.raises(ValueError, match="argument 2 of spawn, of type lock, cannot be pickled"):
         spawn(_overwrite, 2, 1, threading.Lock())

@@ -105,6 +105,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["--clip", "global=1"], "--clip is 'global=1'; expected gradient=X or norm=X or global_norm=X"),
     (["--keep", "2"], "--save-period in minutes and --keep need --model-prefix"),
     (["--save-period", "0"], "--save-period is '0'; expected epochs, such as 2, or minutes, such as 10min"),
+    (
+        ["--save-period", "10parsec"],
+        "--save-period is '10parsec'; expected epochs, such as 2, or minutes",
+    ),
     (["--top-k", "11"], "--top-k is 11, but there are 10 classes"),
     (["--image-shape", "28,28"], "--image-shape is '28,28', 2 numbers; expected 3"),
     (["--image-shape", "2,28,28"], "--image-shape is '2,28,28'; expected 1 or 3 channels"),

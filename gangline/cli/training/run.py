@@ -408,10 +408,13 @@ def _callbacks(module: Module, options: TrainOptions, batch_size: int) -> dict[s
 def _save_period(word: str) -> tuple[int, float | None]:
     """Return the epochs, and the minutes, between two checkpoints: 1 and 10 for "10min"."""
     is_minutes = word.endswith("min")
-    found: list[float] = numbers("--save-period", word.removesuffix("min"), float if is_minutes else int)
-    if len(found) != 1 or found[0] <= 0:
+    try:
+        found = float(word.removesuffix("min")) if is_minutes else int(word)
+    except ValueError:
+        found = 0
+    if not 0 < found < math.inf:
         raise UsageError(f"--save-period is {word!r}; expected epochs, such as 2, or minutes, such as 10min")
-    return (1, found[0]) if is_minutes else (int(found[0]), None)
+    return (1, found) if is_minutes else (int(found), None)
 
 
 def _description(

@@ -113,8 +113,10 @@ def _describe(entries: Sequence[HostEntry], options: SshOptions) -> list[dict[st
             found.append(json.loads(out.splitlines()[-1]))  # a profile may have printed something before
         except (IndexError, ValueError):
             reason = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
+            if reason.startswith("gangline: "):  # gangline runs there, and found something wrong
+                raise RuntimeError(f"host {entry.name}: {reason.removeprefix('gangline: ')}") from None
             raise RuntimeError(
-                f"host {entry.name}: {reason.removeprefix('gangline: ')}\nTry `{options.command} "
+                f"host {entry.name}: {reason}\nTry `{options.command} "
                 f"{entry.name} {options.python} -c 'import gangline'`, which has to work without a password"
             ) from None
         if found[-1]["version"] != own:

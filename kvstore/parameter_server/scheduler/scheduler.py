@@ -6,6 +6,8 @@ import logging
 import os
 import time
 
+import zmq
+
 from gangline.collectives.environments.restart import (
     KEPT_MEMORY,
     LAUNCHER_FD,
@@ -472,7 +474,15 @@ def main() -> int:
     """Run the scheduler of the job in the environment (DMLC_PS_ROOT_URI and others); return its exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     job = environment.from_environment()
-    scheduler = Scheduler(job.workers, job.servers, job.host, job.port, is_supervised=job.is_supervised)
+    try:
+        scheduler = Scheduler(job.workers, job.servers, job.host, job.port, is_supervised=job.is_supervised)
+    except (OSError, zmq.ZMQError) as error:
+        _log.error(
+            "the scheduler cannot listen at %s:%s: %s; end the job or program that has this port (`ss -lxtnp`), "
+            "or change DMLC_PS_ROOT_PORT, or DMLC_PS_ROOT_URI if it is no address of this host, in all processes",
+            *(job.host, job.port, error),
+        )
+        return 1
     if job.announce_fd is not None:
         os.write(job.announce_fd, f"{scheduler.port}\n".encode())
         os.close(job.announce_fd)

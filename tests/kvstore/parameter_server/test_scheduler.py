@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -402,6 +403,20 @@ def test_scheduler_and_server_of_a_failed_job_exit_with_1(starts: Any) -> None:
 def test_a_scheduler_without_processes_ends_with_an_error(starts: Any) -> None:
     process = starts("scheduler", "-c", NO_TORCH, GANGLINE_TIMEOUT="0.3")
     assert ended(process) == (1, "ERROR: 2 of 2 workers and 1 of 1 servers did not join within 0.3 s\n")
+
+
+@pytest.mark.parametrize("transport", ["", "tcp"])
+def test_an_address_that_cannot_be_used_is_named(starts: Any, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("-m", "gangline.kvstore.parameter_server.scheduler")
+    monkeypatch.setenv("GANGLINE_TRANSPORT", transport)
+    with closing(Scheduler(1, 1)) as holder:
+        code, said = ended(starts("scheduler", *command, DMLC_PS_ROOT_PORT=str(holder.port)))
+    assert code == 1
+    assert re.fullmatch(
+        rf"ERROR: the scheduler cannot listen at 127.0.0.1:{holder.port}: .*Address already in use.*; end the job or "
+        "program that has this port .* or change DMLC_PS_ROOT_PORT, .*\n",
+        said,
+    )
 
 
 def test_invalid_variables_are_named(starts: Any) -> None:
