@@ -185,7 +185,7 @@ POINTS = [
 @pytest.mark.parametrize(
     ("spec", "kills", "steps", "transport"),
     [
-        pytest.param(ADAM, INSIDE_AN_UPDATE, 8, "auto", id="adam, inside an update"),
+        pytest.param(ADAM, INSIDE_AN_UPDATE, 8, "auto", id="adam, inside an update", marks=pytest.mark.slow),
         pytest.param(SGD, INSIDE_AN_UPDATE, 8, "auto", id="sgd, inside an update", marks=pytest.mark.slow),
         *(
             pytest.param(spec, TWENTY[:20], 200, "auto", id=f"{spec[0]}, twenty times", marks=pytest.mark.slow)
