@@ -46,16 +46,11 @@ def test_a_failed_job_starts_again_with_new_ports_a_new_id_and_the_same_name() -
     assert [len(port) for port in ports] == [3, 3]
 
 
-def test_when_the_restarts_are_used_up_the_code_is_that_of_the_last_start() -> None:
-    with workers("time.sleep(rank * 100); sys.exit(10 + restart)", "--max-restarts", "2") as run:
-        status, _, errors = run.end()
-    assert status == 12
-    assert [line.partition(") ")[2] or line for line in errors] == [
-        "exited with code 10; stopping the other processes",
+def test_when_the_restarts_are_used_up_the_code_is_that_of_the_last_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with_restarts(lambda number: Outcome(10 + number), 2) == 12
+    assert capsys.readouterr().err.splitlines() == [
         AGAIN.format(1, 2),
-        "exited with code 11; stopping the other processes",
         AGAIN.format(2, 2),
-        "exited with code 12; stopping the other processes",
         "gangline: the job is not started again: all 2 restarts are used up",
     ]
 
