@@ -130,7 +130,7 @@ def test_every_algorithm_leaves_the_same_bits_in_all_processes(
 
 def _mean_of_halves(comm: Communicator, value: float) -> None:
     """Check means of tensors whose sum exceeds float16."""
-    for count in (5, 100_003, LARGE):
+    for count in (5, LARGE):
         own = torch.full((count,), value, dtype=torch.float16)
         means = [comm.all_reduce(own, "mean", out=torch.empty_like(own))]
         means.append(comm.reduce_scatter(own.expand(comm.size, -1), "mean"))

@@ -152,7 +152,7 @@ def _through_slots(comm: Communicator) -> tuple[int, int]:
     return comm._engine.sequence, comm._engine.bytes
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
 def test_collectives_of_every_dtype_through_slots(size: int) -> None:
     calls = 5 * 4 * len(KINDS)
     nbytes = 4 * sum(dtype.itemsize for dtype, _ in KINDS) * (0 + 1 + 1030 + 20_000)  # a row of each call
@@ -201,7 +201,7 @@ def _layouts(comm: Communicator) -> int:
     return comm._engine.sequence
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_with_tensors_of_another_layout_agree_with_the_core(size: int) -> None:
     assert len(set(spawn(_layouts, size, transport="shared_memory", timeout=60))) == 1
 

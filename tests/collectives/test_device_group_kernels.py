@@ -159,7 +159,7 @@ def compiled(nvrtc: ctypes.CDLL, source: str, architecture: int) -> str:
 @pytest.mark.parametrize(
     ("architecture", "all_counts"),
     [
-        *((70, [(3, 3)]), (90, [(3, 3)])),
+        (70, [(3, 3)]),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((80, [(3, 3)]), (90, COUNTS), (120, [(3, 3)]))),
     ],
 )
