@@ -179,7 +179,7 @@ def optimizer_steps(store: KVStore, retries: bool) -> tuple[list[str], torch.Ten
     return errors, model.values()
 
 
-@over([True], [False])
+@over([], [True, False])
 def test_a_distributed_optimizer_goes_on_after_a_failed_backward(store: str, chosen: Any) -> None:
     for retries, (errors, weights), (other_errors, other_weights) in run(store, optimizer_steps, chosen):
         model = Layers()

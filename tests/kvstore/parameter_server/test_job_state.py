@@ -8,6 +8,7 @@ import pytest
 
 from gangline.kvstore.parameter_server.protocol import ROUND, Collective, CollectiveFailed, CollectiveResult, Register
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
+from gangline.kvstore.parameter_server.scheduler.views import Views
 
 FULL = "the job has its 2 workers already; a worker has one dist_* store, which takes all its keys"
 
@@ -85,3 +86,50 @@ def test_workers_that_wait_in_different_rounds_get_an_error(state: JobState) -> 
     error = state.outcomes[2 * ROUND + 1].error
     assert "evaluation" in error
     assert "barrier, after another push" in error
+
+
+# Views: requests, answers, first rounds, and what workers may know when
+
+
+@pytest.fixture
+def views() -> Views:
+    return Views(1, 4, 2)
+
+
+def agree(views: Views, begun: dict[int, int], servers: int = 1) -> tuple[int, frozenset[int]]:
+    """Answer for workers and servers; return the new view."""
+    assert views.ask()
+    for rank, step in begun.items():
+        views.answer("worker", rank, views.asked, step)
+    assert views.make()
+    for rank in range(servers):
+        assert not views.confirm(range(servers))
+        views.answer("server", rank, views.asked, 0)
+    assert views.confirm(range(servers))
+    return views.table[-1]
+
+
+@pytest.mark.parametrize(("begun", "first"), [(0, 1), (1, 3), (2, 3), (3, 4), (7, 8)])
+def test_a_view_begins_in_a_round_that_nobody_has_begun_and_not_in_round_2(
+    views: Views, begun: int, first: int
+) -> None:
+    views.enter(2)
+    assert agree(views, {0: begun, 1: 0}) == (first, {0, 1, 2})
+    assert [views.of_round(number) for number in (0, first - 1, first, 90)] == [{0, 1}] * 2 + [{0, 1, 2}] * 2
+
+
+def test_workers_do_not_know_a_view_before_all_servers_follow_it(views: Views) -> None:
+    assert views.refusal(1) == ""
+    assert views.ask()
+    views.answer("worker", 0, 1, 4)
+    views.answer("server", 0, 0, 0)  # that it follows view 0
+    assert not views.make()
+    views.answer("worker", 0, 1, 6)  # a repeat, which counts as the first one
+    views.answer("worker", 1, 1, 4)
+    assert views.make()
+    assert (views.known_to("worker"), views.known_to("server")) == ([[1, [0, 1]]], [[1, [0, 1]], [5, [0]]])
+    views.answer("server", 0, 0, 0)
+    assert not views.confirm([0])
+    views.answer("server", 0, 1, 0)
+    assert views.confirm([0])
+    assert views.known_to("worker") == views.known_to("server")

@@ -326,12 +326,14 @@ def rated() -> Tensor:
         return out
 
 
+@pytest.mark.slow
 def test_a_restarted_server_has_the_learning_rate_of_an_async_store(tmp_path: Path) -> None:
     for weight in run(tmp_path, [f"update {WORKERS + 1}"], rated):
         assert weight.tolist() == [-WORKERS - 4.0] * 4
 
 
-@pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(EIGHT, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [["push-taken 12"], EIGHT], ids=len)
 def test_a_server_may_get_the_port_of_its_former_process(tmp_path: Path, kills: list[str]) -> None:
     more = {"GANGLINE_TRANSPORT": "tcp", PORT: str(*free_ports(1))}
     every_push = digits.every_push(STEPS, WORKERS)

@@ -105,6 +105,7 @@ def test_faults_of_connections_and_messages_lose_nothing(transport: str) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_for_a_while_loses_nothing() -> None:
     check_digits("server 0 stop for 0.5 s at update 4; worker 1 stop for 0.5 s at pull 2")
 
