@@ -147,7 +147,7 @@ def test_mean_of_float16_does_not_overflow(algorithm: str, monkeypatch: pytest.M
         if algorithm in (*algorithms.names(collective), "shared")
     ]
     monkeypatch.setenv("GANGLINE_ALGO", ",".join(choices))
-    in_threads(8, _mean_of_halves, 10_000.0)
+    in_threads(5, _mean_of_halves, 20_000.0)
 
 
 def _aliased(comm: Communicator) -> None:

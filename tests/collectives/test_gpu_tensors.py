@@ -111,7 +111,7 @@ def in_a_process(comm: Communicator) -> None:
         group.close()
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_processes_use_host_memory(transport: str) -> None:
     spawn(in_a_process, 2, transport=transport, timeout=30)
 
@@ -254,6 +254,11 @@ def test_messages_between_gpus_and_the_host(machine: None, async_op: bool) -> No
 # -- by NCCL --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "stream_order",
+    ["late", "early", "random 1", *(pytest.param(f"random {seed}", marks=pytest.mark.slow) for seed in (2, 3))],
+    indirect=True,
+)
 def test_ranks_with_distinct_gpus_use_nccl(machine: None) -> None:
     in_threads(3, lambda comm: check_all(comm, comm.rank))
     names = {name for name, _ in HostRank.calls}

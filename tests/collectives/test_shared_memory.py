@@ -227,7 +227,7 @@ def _collectives_staged(comm: Communicator) -> None:
             check(other, collective, count, torch.float32, "sum", comm.size - 1)
         check(other, "all_reduce", count * comm.size, torch.float32, "sum", 0)
         for number, (collective, dtype, op) in enumerate(cases()):
-            if number % 17 == 0:
+            if number % 29 == 0:
                 check(other, collective, LARGE, dtype, op, number % comm.size)
 
 
@@ -457,7 +457,7 @@ def _register_at_each_step(comm: Communicator) -> None:
     kept = first.fill_(7 + comm.rank).view(-1)[-3:]
     del first
     held = set()
-    for step in range(12):
+    for step in range(6):
         tensor = comm.empty(COUNT).fill_(step + comm.rank)
         comm.all_reduce(tensor)
         assert tensor.eq(comm.size * step + comm.size * (comm.size - 1) / 2).all()

@@ -144,34 +144,6 @@ def test_run_uses_the_callers_thread_if_the_queue_is_idle(queue: WorkQueue) -> N
     assert set(threading.enumerate()) <= before
 
 
-def releasing(release: threading.Event) -> Iterator[str]:
-    """Yield the key; the queue reads it during the submission, so it may then continue."""
-    release.set()
-    yield "w"
-
-
-@pytest.mark.parametrize(
-    ("pending", "expected"),
-    [
-        ([("1", "w", -5), ("2", "w", -5)], ["1", "2", "run"]),
-        ([("other", "v", 1)], ["run", "other"]),
-    ],
-    ids=["same key", "other key"],
-)
-def test_run_follows_pending_work_on_its_key_and_overtakes_other_work_of_a_lower_priority(
-    queue: WorkQueue, pending: list[tuple[str, str, int]], expected: list[str]
-) -> None:
-    order: list[str] = []
-    works = [Work(name) for name, _, _ in pending]
-    with blocked(queue) as release:
-        for work, (name, key, priority) in zip(works, pending, strict=True):
-            queue.submit(appending(order, name), work, [key], priority)
-        queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
-    for work in works:
-        work.wait(LIMIT)
-    assert order == expected
-
-
 # -- calls that their waiter may run ----------------------------------------------------------------------------------
 
 
