@@ -252,24 +252,6 @@ def test_a_bucket_has_one_owner_and_bytes_stay_balanced(places: int) -> None:
             assert max(loads) - min(loads) <= max(bucket.numel for bucket in buckets)
 
 
-@pytest.mark.parametrize("is_pushed", [True, False], ids=["placed by key", "not placed"])
-def test_owners_stay_through_a_buckets_pushes_and_pulls(is_pushed: bool) -> None:
-    bucket = bucket_of()
-    kv = DeviceStore()
-    with kv:
-        prepared(kv)
-        if is_pushed:
-            push(kv, 0)
-            assert {kv.owner(key) for key in KEYS} == {0, 1}
-        kv.fuse(bucket)
-        kv.push_bucket(bucket, flats(bucket, 0))
-        (owner,) = {kv.owner(key) for key in KEYS}
-        kv.push_bucket(bucket, flats(bucket, 1))
-        pulled_flat(kv, bucket)
-        push(kv, 2)
-        assert {kv.owner(key) for key in KEYS} == {owner if is_pushed else 0}
-
-
 # -- a store of others ------------------------------------------------------------------------------------------------
 
 
