@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,30 +71,6 @@ def test_a_failed_job_starts_again_on_all_hosts(server: sshd.Sshd) -> None:
     assert errors[1:] == ["gangline: restart 1 of 1: all processes of the job start again"]
     assert [line.split()[3] for line in out[-2:]] == ["1", "1"]
     assert len({line.split()[4] for line in out}) == 2
-    server.wait_until_empty()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_ends_all_hosts(server: sshd.Sshd, number: signal.Signals) -> None:
-    with launch(server, READY) as run:
-        run.hear("[worker 0] ready", "[worker 1] ready")
-        assert len(server.running()) >= 4
-        run.process.send_signal(number)
-        code, _, errors = run.end()
-    assert (code, errors) == (128 + number, [f"gangline: {number.name}; stopping the other processes"])
-    server.wait_until_empty()
-
-
-@pytest.mark.slow
-def test_preempted_workers_checkpoint_and_the_exit_code_is_75(server: sshd.Sshd) -> None:
-    code = "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(75)))\n" + READY
-    with launch(server, code, "--stop-signals", "USR1") as run:
-        run.hear("[worker 0] ready", "[worker 1] ready")
-        run.process.send_signal(signal.SIGUSR1)
-        status, out, errors = run.end()
-    assert (status, sorted(out)[-1]) == (75, "[worker 1] saved"), (out, errors)
-    assert "[worker 0] saved" in out
     server.wait_until_empty()
 
 

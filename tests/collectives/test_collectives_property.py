@@ -130,7 +130,7 @@ def test_every_algorithm_leaves_the_same_bits_in_all_processes(
 
 def _mean_of_halves(comm: Communicator, value: float) -> None:
     """Check means of tensors whose sum exceeds float16."""
-    for count in (5, 100_003, LARGE):
+    for count in (5, LARGE):
         own = torch.full((count,), value, dtype=torch.float16)
         means = [comm.all_reduce(own, "mean", out=torch.empty_like(own))]
         means.append(comm.reduce_scatter(own.expand(comm.size, -1), "mean"))
@@ -147,7 +147,7 @@ def test_mean_of_float16_does_not_overflow(algorithm: str, monkeypatch: pytest.M
         if algorithm in (*algorithms.names(collective), "shared")
     ]
     monkeypatch.setenv("GANGLINE_ALGO", ",".join(choices))
-    in_threads(8, _mean_of_halves, 10_000.0)
+    in_threads(5, _mean_of_halves, 20_000.0)
 
 
 def _aliased(comm: Communicator) -> None:

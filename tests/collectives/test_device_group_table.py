@@ -19,7 +19,7 @@ from tests.collectives.simulated_gpus import simulated_gpus
 SIMULATED = "simulated GPUs"
 ON_HOST = [("copies", "cpu"), ("staged", "cpu"), ("nccl", SIMULATED)]
 ON_GPUS = [(name, "gpu") for name in ("copies", "staged", "peer_to_peer", "nccl")]
-SIZES = [0, 1, 2, 3, 17, 64, 1001]
+SIZES = [0, 1, 2, 3, 64, 1001]
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -265,23 +265,6 @@ def test_memory_around_a_tensor_is_not_written(make: Callable[[int], DeviceGroup
     group.all_reduce([one[3:93] for one in wide])
     assert agree([one[3:93] for one in wide], reference(values, "sum"))
     assert all((one[:3] == -1).all() and (one[93:] == -1).all() for one in wide)
-
-
-@pytest.mark.parametrize("root", [0, 1, 2])
-def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
-    """Tensors are large enough for threads; the sum may overwrite any of its values."""
-    group, size = DeviceGroup([cpu(position) for position in range(3)], "copies"), (9 << 20) // 4 + 5
-    values = [given(position, (size,), torch.float32) % 1000 for position in range(3)]
-    expected, tensors = reference(values, "sum"), on(group, values)
-    group.reduce(tensors, root)
-    assert agree([tensors[root]], expected)
-    assert all(agree([tensors[position]], values[position]) for position in range(3) if position != root)
-    group.broadcast(tensors, root)
-    assert agree(tensors, expected)
-    versions = [tensor._version for tensor in tensors]
-    group.all_reduce(tensors)
-    assert all(tensor._version > version for tensor, version in zip(tensors, versions, strict=True))
-    assert agree(tensors, expected * 3)
 
 
 @pytest.mark.parametrize("op", OPS)

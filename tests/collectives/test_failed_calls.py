@@ -169,7 +169,7 @@ def _broadcast_to_a_stopped_rank(comm: Communicator, path: str) -> str | list[fl
     return tensor.unique().tolist()
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("ipc", marks=pytest.mark.slow), "tcp"])
 def test_bytes_written_after_a_failed_call_leave_no_socket(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TIMEOUT", "1")
     with Stage(_broadcast_to_a_stopped_rank, 2, transport=transport) as stage:
@@ -310,7 +310,9 @@ def give_everything_up(comm: Communicator) -> list[list[Said | None]]:
     return [give_up(comm, name) for name in WAITS]
 
 
-@pytest.mark.parametrize("transport", ["in_process", "shared_memory", "ipc", "tcp"])
+@pytest.mark.parametrize(
+    "transport", ["in_process", "shared_memory", pytest.param("ipc", marks=pytest.mark.slow), "tcp"]
+)
 def test_all_ranks_get_the_error_of_an_abort(transport: str) -> None:
     for rank, of_rank in enumerate(in_ranks(transport, 3, give_everything_up)):
         for name, errors in zip(WAITS, of_rank, strict=True):

@@ -144,7 +144,7 @@ def test_a_finalizer_takes_no_lock_that_its_thread_holds(owner: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=pytest.mark.slow), "tcp"])
 def test_a_forked_process_gets_an_error_and_leaves_its_parents_sockets_alone(transport: str) -> None:
     for process, texts in spawn(_fork, 2, transport=transport, timeout=30):
         assert texts == [

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from gangline.cli.main import main
 from gangline.collectives.environments import job_key as module
 from gangline.collectives.environments.job_key import JobKey, inherited_key, job_key, open_descriptor, write_file
-from tests.programs import ROOT, python
+from tests.programs import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -153,16 +154,23 @@ def test_children_inherit_a_key_and_grandchildren_do_not() -> None:
         os.fstat(descriptors[0])
 
 
-def test_the_command_writes_a_key_and_overwrites_none(tmp_path: Path) -> None:
+def test_the_command_writes_a_key_and_overwrites_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.key"
-    command = ("-m", "gangline", "key", "new", path)
-    done = python(*command, code=0)
+    monkeypatch.setattr(sys, "argv", ["gangline", "key", "new", str(path)])
+    printed, before = [], ""
+    for code in (0, 1):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == code
+        printed.append(capfd.readouterr())
+        before = before or path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    JobKey.from_hex(path.read_text())
-    assert f"export GANGLINE_JOB_KEY_FILE={path}" in done.stdout
-    assert path.read_text().strip() not in done.stdout + done.stderr
-    before = path.read_text()
-    done = python(*command, code=1)
-    assert done.stdout == ""
-    assert "job.key exists; name another file" in done.stderr
+    JobKey.from_hex(before)
+    (out, errors), (nothing, refused) = printed
+    assert f"export GANGLINE_JOB_KEY_FILE={path}" in out
+    assert before.strip() not in out + errors
+    assert nothing == ""
+    assert "job.key exists; name another file" in refused
     assert path.read_text() == before

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import atexit
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
@@ -17,8 +15,7 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
 from tests.collectives.simulated_gpus import HostGpus, on_simulated_gpu, simulated_gpus
-
-ROOT = Path(__file__).parents[2]
+from tests.collectives.test_fork import in_child
 
 
 def given(count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -56,16 +53,6 @@ def test_a_collective_is_a_group_of_a_call_per_position(group: DeviceGroup) -> N
     assert HostGpus.groups == [[name] * keys * 4 for name, keys in names]
 
 
-def test_unsupported_dtypes_use_copies(group: DeviceGroup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "gangline")
-    tensors = on_gpus(given(4, 8, torch.int16))
-    group.all_reduce(tensors)
-    group.all_gather(tensors)
-    group.reduce_scatter([one.view(4, 2) for one in tensors])
-    assert not HostGpus.groups
-    assert sum("torch.int16 move by torch's copies" in record.getMessage() for record in caplog.records) <= 1
-
-
 def test_a_mean_does_not_overflow(group: DeviceGroup) -> None:
     for dtype, value in ((torch.float32, 3e38), (torch.float16, 40_000.0)):
         want = torch.full((8,), value, dtype=dtype)
@@ -73,14 +60,6 @@ def test_a_mean_does_not_overflow(group: DeviceGroup) -> None:
         total = group.reduce(on_gpus([want] * 4), op="mean")
         rows = group.reduce_scatter([tensor.view(4, 2) for tensor in on_gpus([want] * 4)], "mean")
         assert all(torch.equal(tensor.cpu(), want[: tensor.numel()]) for tensor in (*reduced, total, *rows))
-
-
-def test_bools_are_bytes_whose_sum_is_their_maximum(group: DeviceGroup) -> None:
-    patterns = [torch.tensor([False, position == 0, position == 2, True]) for position in range(4)]
-    for op, want in (("sum", [0, 1, 1, 1]), ("max", [0, 1, 1, 1]), ("product", [0, 0, 0, 1]), ("min", [0, 0, 0, 1])):
-        for tensor in group.all_reduce(on_gpus(patterns), op):
-            assert tensor.cpu().view(torch.uint8).tolist() == want
-    assert HostGpus.groups == [["all_reduce"] * 4] * 4
 
 
 def test_pynccl_refuses_counts_beyond_a_c_int() -> None:
@@ -145,22 +124,17 @@ def test_calls_of_pynccl_are_functions_that_take_the_communicator_before_the_str
     ]
 
 
-AT_EXIT = """
-import atexit
-from unittest.mock import Mock
-library = Mock()
-atexit.register(lambda: print([*library.mock_calls]))  # after what is registered later
-import torch
-from gangline.collectives.devices.backends.nccl import Nccl
-from gangline.collectives.devices.backends.nccl_bindings import CupyBinding
-backend = Nccl([torch.device("cpu")] * 2, CupyBinding(library, [library.first, library.second]))
-"""
-
-
 def test_communicators_are_destroyed_as_one_group_before_the_interpreter_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True, cwd=ROOT)
+    library = Mock()
+
+    def end_the_interpreter() -> str:
+        backend = Nccl([torch.device("cpu")] * 2, nccl_bindings.CupyBinding(library, [library.first, library.second]))
+        atexit._run_exitfuncs()
+        del backend
+        return str([*library.mock_calls])
+
     destroyed = [call.groupStart(), call.first.destroy(), call.second.destroy(), call.groupEnd()]
-    assert done.stdout.strip() == str(destroyed), done.stderr
+    assert in_child(end_the_interpreter) == (0, [str(destroyed)])
 
 
 # -- on GPUs --------------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from unittest.mock import Mock
 
 import pytest
@@ -26,6 +26,7 @@ from gangline.collectives.transports.shm import transport as shm_transport
 from tests.collectives.ranks import check, in_threads, same, values
 from tests.collectives.stage import WAITS, Actor, Stage
 
+TRANSPORTS = ("shared_memory", "ipc", "tcp")
 SIZES = (1, 0, 300_007, 17, 8_192, 8_193, 20_000)
 """Numbers of float32 elements: none, few, around and above the limit for copied messages."""
 
@@ -166,8 +167,14 @@ def test_messages_between_threads(size: int) -> None:
     in_threads(size, _everything)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [
+        ("shared_memory", 2),
+        ("tcp", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("ipc", 2), *product(TRANSPORTS, [3]))),
+    ],
+)
 def test_messages_between_processes(transport: str, size: int) -> None:
     spawn(_everything, size, transport=transport, timeout=60)
 
@@ -262,7 +269,7 @@ def _wait_for_any(comm: Communicator, path: str) -> tuple[int, str]:
     return work.source, str(caught.value)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shared_memory", marks=pytest.mark.slow)])
 def test_a_receive_from_any_rank_needs_no_rank_that_has_closed(transport: str) -> None:
     with Stage(_wait_for_any, 3, transport=transport) as stage:
         assert [stage.heard(0) for _ in range(2)] == [WAITS] * 2
@@ -294,8 +301,14 @@ def _wait_for_a_message(comm: Communicator, path: str, async_op: bool) -> int:
     return looks.call_count
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "async_op"),
+    [
+        ("shared_memory", False),
+        ("tcp", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shared_memory", True), ("tcp", False))),
+    ],
+)
 def test_a_pending_receive_sleeps_until_its_message_comes(transport: str, async_op: bool) -> None:
     with Stage(_wait_for_a_message, 2, async_op, transport=transport) as stage:
         assert [stage.heard(1) for _ in range(20)] == [WAITS] * 20
@@ -335,7 +348,7 @@ def _send_from_memory_that_goes_away(comm: Communicator, async_op: bool) -> list
     return [_text_of(call) for call in (receive, *later)]
 
 
-@pytest.mark.parametrize("async_op", [True, False])
+@pytest.mark.parametrize("async_op", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_memory_that_cannot_be_read_fails_all_messages_of_both_ranks(async_op: bool) -> None:
     texts = spawn(_send_from_memory_that_goes_away, 2, async_op, transport="shared_memory", timeout=60)
     (text,) = {text for of_rank in texts for text in of_rank}
@@ -358,19 +371,6 @@ def test_any_error_of_the_background_thread_fails_what_is_pending(
 
     (text,) = {text for of_rank in in_threads(2, run) for text in of_rank}
     assert text == f"rank 1 left recv(3 x float32) by {type(error).__name__}: {error}"
-
-
-def test_an_error_of_a_sleep_of_the_background_thread_fails_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InProcessTransport, "waiter", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-
-    def run(comm: Communicator) -> list[str]:
-        if comm.rank == 1:
-            return [_text_of(comm.barrier)]
-        work = comm.recv(torch.empty(3), 1, async_op=True)
-        return [_text_of(partial(work.wait, 30)), _text_of(comm.barrier)]
-
-    (text,) = {text for of_rank in in_threads(2, run) for text in of_rank}
-    assert text == "rank 0 left recv(3 x float32) by OSError: [Errno 24] Too many open files"
 
 
 def test_an_interrupted_receive_takes_no_later_message(monkeypatch: pytest.MonkeyPatch) -> None:

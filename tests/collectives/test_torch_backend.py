@@ -28,7 +28,7 @@ from tests.collectives import ranks
 from tests.collectives.processes import Processes, Rank, join_group, run_until_one_fails
 
 LARGE = 300_007  # elements: too many for slots
-SIZES = (0, 1, 7, 1_001, LARGE)
+SIZES = (0, 1, 1_001, LARGE)
 Case = Callable[[int, int], None]
 CASES: dict[str, Case] = {}
 
@@ -274,7 +274,7 @@ def every_way_to_call_with_every_size_layout_and_root(rank: int, size: int) -> N
     for collective, ways in CALLS.items():
         roots = range(size) if collective in ranks.ROOTED else (0,)
         for way, count, lay, root in product(range(len(ways)), SIZES, (torch.clone, scattered), roots):
-            if count < LARGE or (way + root) % 2 == (lay is scattered):
+            if count < LARGE or (root == 0 and way % 2 == (lay is scattered)):
                 check(collective, way, count, torch.float32, root=root, lay=lay)
 
 

@@ -58,24 +58,6 @@ def failing(error: BaseException) -> Callable[[], None]:
 # -- the handle -------------------------------------------------------------------------------------------------------
 
 
-def test_work_is_running_until_its_operation_is_done_and_a_wait_may_end_before(queue: WorkQueue) -> None:
-    finished = Work.finished("push of key 'w'")
-    finished.wait(0)
-    assert (finished.is_completed(), finished.exception()) == (True, None)
-    order: list[str] = []
-    work = Work("pull of key 'w'")
-    with blocked(queue):
-        queue.submit(appending(order, "w"), work, ["w"], 0)
-        for timeout in (0, 0.01):
-            with pytest.raises(TimeoutError, match=f"pull of key 'w' is still running after {timeout} s"):
-                work.wait(timeout)
-        assert (order, work.is_completed(), work.exception()) == ([], False, None)
-        assert "running" in repr(work)
-    work.wait(LIMIT)
-    assert (order, work.is_completed()) == (["w"], True)
-    assert "done" in repr(work)
-
-
 @pytest.mark.parametrize(
     "error", [KeyError("lost"), SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__
 )
@@ -162,62 +144,6 @@ def test_run_uses_the_callers_thread_if_the_queue_is_idle(queue: WorkQueue) -> N
     assert set(threading.enumerate()) <= before
 
 
-def releasing(release: threading.Event) -> Iterator[str]:
-    """Yield the key; the queue reads it during the submission, so it may then continue."""
-    release.set()
-    yield "w"
-
-
-@pytest.mark.parametrize(
-    ("pending", "expected"),
-    [
-        ([("1", "w", -5), ("2", "w", -5)], ["1", "2", "run"]),
-        ([("other", "v", 1)], ["run", "other"]),
-    ],
-    ids=["same key", "other key"],
-)
-def test_run_follows_pending_work_on_its_key_and_overtakes_other_work_of_a_lower_priority(
-    queue: WorkQueue, pending: list[tuple[str, str, int]], expected: list[str]
-) -> None:
-    order: list[str] = []
-    works = [Work(name) for name, _, _ in pending]
-    with blocked(queue) as release:
-        for work, (name, key, priority) in zip(works, pending, strict=True):
-            queue.submit(appending(order, name), work, [key], priority)
-        queue.run(appending(order, "run"), Work("run"), releasing(release), 2)
-    for work in works:
-        work.wait(LIMIT)
-    assert order == expected
-
-
-def test_run_raises_the_error_also_after_pending_work(queue: WorkQueue) -> None:
-    release = threading.Event()
-    queue.submit(lambda: release.wait(LIMIT), Work("blocker"), ["w"], 0)
-    with pytest.raises(ValueError, match="no"):
-        queue.run(failing(ValueError("no")), Work("run"), releasing(release), 0)
-
-
-def test_an_operation_may_submit_others_while_more_are_pending(queue: WorkQueue) -> None:
-    order: list[str] = []
-    later, inner = Work("later"), Work("inner async")
-
-    def give_later() -> None:
-        queue.submit(appending(order, "later"), later, ["later"], 9)
-
-    def outer() -> None:
-        giver = threading.Thread(target=give_later)  # another user of the queue
-        giver.start()
-        giver.join(LIMIT)
-        queue.submit(appending(order, "inner async"), inner, ["w"], 0)
-        inner.wait(LIMIT)
-        queue.run(appending(order, "inner"), Work("inner"), ["v"], 0)
-        order.append("outer")
-
-    queue.run(outer, Work("outer"), ["w"], 0)
-    later.wait(LIMIT)
-    assert order == ["inner async", "inner", "outer", "later"]
-
-
 # -- calls that their waiter may run ----------------------------------------------------------------------------------
 
 
@@ -267,36 +193,6 @@ def test_wake_starts_a_call_that_nobody_waits_for(queue: WorkQueue, monkeypatch:
 
 
 # -- close ------------------------------------------------------------------------------------------------------------
-
-
-def test_close_finishes_submitted_operations_and_ends_the_thread() -> None:
-    before = set(threading.enumerate())
-    queue = WorkQueue()
-    order: list[str] = []
-    works = [Work(f"{index}") for index in range(50)]
-    for index, work in enumerate(works):
-        queue.submit(appending(order, str(index)), work, ["even" if index % 2 else "odd"], 0)
-    started = set(threading.enumerate()) - before
-    assert len(started) == 1
-    queue.close()
-    assert all(work.is_completed() for work in works)
-    assert order == [str(index) for index in range(50)]
-    assert not any(thread.is_alive() for thread in started)
-
-
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-def test_a_closed_queue_takes_nothing_more(used: bool) -> None:
-    queue = WorkQueue()
-    order: list[str] = []
-    if used:
-        queue.submit(lambda: None, Work("only"), ["w"], 0)
-    queue.close()
-    queue.close()
-    with pytest.raises(RuntimeError, match=r"late.*closed"):
-        queue.submit(appending(order, "submit"), Work("late"), ["w"], 0)
-    with pytest.raises(RuntimeError, match=r"late.*closed"):
-        queue.run(appending(order, "run"), Work("late"), ["w"], 0)
-    assert order == []
 
 
 def test_an_operation_may_close_the_queue_it_runs_in() -> None:

@@ -244,8 +244,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("status", "options", "variables", "shown"),
     [
         ("1", ["-n", "2"], {}, ["1", "1"]),
-        ("1", ["-n", "2"], {"NCCL_SHM_USE_CUDA_MEMCPY": "0"}, ["0", "0"]),
-        ("1", ["-n", "1"], {}, ["None"]),
+        pytest.param("1", ["-n", "2"], {"NCCL_SHM_USE_CUDA_MEMCPY": "0"}, ["0", "0"], marks=pytest.mark.slow),
+        pytest.param("1", ["-n", "1"], {}, ["None"], marks=pytest.mark.slow),
         ("0", ["-n", "2"], {}, ["None", "None"]),
     ],
 )
@@ -259,6 +259,7 @@ def test_nccl_of_several_workers_copies_by_engines_where_gpus_lack_peer_access(
     assert done.stderr.count("NCCL_SHM_USE_CUDA_MEMCPY=1 is set") == ("1" in shown)
 
 
+@pytest.mark.slow
 def test_workers_that_share_one_gpu_need_no_copies_of_nccl(driver: str) -> None:
     words = ("-m", "gangline", "launch", "-n", "2", "-s", "0", "--dry-run", "--gpus")
     for gpus, count in (("0,0", 0), ("0,1", 2)):

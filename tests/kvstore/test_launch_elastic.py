@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gangline.cli.main import app
 from tests.kvstore.test_launch import Launch, launch
 from tests.scripted_faults import script_processes
 
@@ -142,12 +144,8 @@ def test_a_worker_that_comes_when_the_job_is_over_does_not_fail_it() -> None:
 
 
 def test_without_an_elastic_job_there_is_nothing_to_resize() -> None:
-    words = (sys.executable, "-m", "gangline", "resize", "1", "2")
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    assert (ended.returncode, ended.stderr.strip()) == (
-        2,
-        "gangline: no elastic job of yours has the launcher 1; expected its process id",
-    )
+    ended = CliRunner().invoke(app, ["resize", "1", "2"])
+    assert str(ended.exception) == "no elastic job of yours has the launcher 1; expected its process id"
 
 
 # Restarts of single processes meanwhile

@@ -22,7 +22,6 @@ import gangline
 from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
 from tests.kvstore.parameter_server.processes import run_job
 from tests.kvstore.test_launch import ROOT, Launch
-from tests.kvstore.test_trainer_dist import OPTIMIZERS, plain_loop, play
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,7 +43,7 @@ def test_a_worker_may_launch_a_job_of_its_own() -> None:
     def outer() -> list[str]:
         return gangline.launch(lambda: os.environ["WORLD_SIZE"], workers=1, servers=0)
 
-    assert gangline.launch(outer, workers=2, servers=0) == [["1"], ["1"]]
+    assert gangline.launch(outer, workers=1, servers=0) == [["1"]]
 
 
 def push_in_a_fork() -> list[float]:
@@ -80,24 +79,6 @@ def test_output_goes_where_sys_stdout_goes() -> None:
     with redirect_stdout(io.StringIO()) as out:
         gangline.launch(lambda: print("grüße"), workers=1, servers=0)
     assert out.getvalue() == "[worker 0] grüße\n"
-
-
-def train(store: str) -> tuple[list[torch.Tensor], float]:
-    torch.set_num_threads(1)
-    comm = gangline.connect()
-    mean = float(comm.all_reduce(torch.tensor([float(comm.rank)]))[0]) / comm.size
-    comm.close()
-    return play(OPTIMIZERS["sgd"], store), mean
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("store", "servers"), [("dist_sync", 1), ("allreduce", 0)])
-def test_stores_trainer_and_connect_find_their_job(store: str, servers: int) -> None:
-    alone = plain_loop(OPTIMIZERS["sgd"], "local", slice(None))
-    for weights, mean in gangline.launch(train, store, servers=servers):
-        for got, expected in zip(weights, alone, strict=True):
-            assert torch.linalg.norm(got - expected) / torch.linalg.norm(expected) < 1e-9
-        assert mean == 0.5
 
 
 class OwnError(ValueError):

@@ -43,19 +43,27 @@ def log() -> Iterator[Log]:
     made.close()
 
 
-def test_lines_are_whole_whatever_comes_between_their_parts(log: Log) -> None:
-    log.output.write(log.zero, b"loading")
+GARBAGE = bytes(byte for byte in range(256) if byte not in b"\r\n")
+
+
+@pytest.mark.parametrize(
+    ("parts", "lines"),
+    [
+        ([b"loading", b" done\n\nnext\nand"], [b"loading done", b"", b"next"]),
+        ([b"\r 0%", b"\r 50%", b"\r 100%", b"\n"], [b" 0%", b" 50%", b" 100%"]),
+        ([b" 0%\r", b" 50%\r", b" 100%\r\n"], [b" 0%", b" 50%", b" 100%"]),
+        ([b"a\r\nb\r", b"\nc\n"], [b"a", b"b", b"c"]),
+        ([GARBAGE + b"\n"], [GARBAGE]),
+    ],
+    ids=["parts", "progress bar", "progress bar of others", "both ends of a line", "no text"],
+)
+def test_lines_are_whole_whatever_comes_between_their_parts(log: Log, parts: list[bytes], lines: list[bytes]) -> None:
+    log.output.write(log.zero, parts[0])
     log.output.write(log.one, b"hello\n")
-    assert log.text() == b"[worker 1] hello\n"
-    log.output.write(log.zero, b" done\n\nnext\nand")
-    assert log.text() == b"[worker 0] loading done\n[worker 0] \n[worker 0] next\n"
-
-
-@pytest.mark.parametrize("bar", [[b"\r 0%", b"\r 50%", b"\r 100%", b"\n"], [b" 0%\r", b" 50%\r", b" 100%\r\n"]])
-def test_each_state_of_a_progress_bar_is_a_line(log: Log, bar: list[bytes]) -> None:
-    for state in bar:
-        log.output.write(log.zero, state)
-    assert log.text() == b"[worker 0]  0%\n[worker 0]  50%\n[worker 0]  100%\n"
+    for part in parts[1:]:
+        log.output.write(log.zero, part)
+    written = log.text().replace(b"[worker 1] hello\n", b"", 1)
+    assert written == b"".join(b"[worker 0] " + line + b"\n" for line in lines)
 
 
 @pytest.mark.timeout(20)
@@ -67,18 +75,6 @@ def test_a_long_line_is_written_whole(tmp_path: Path) -> None:  # in time that g
             written.write(stream, bytes(1 << 16))
         written.write(stream, b"\n")
     assert (tmp_path / "log").read_bytes() == b"[worker 0] " + bytes(1 << 19) + b"\n"
-
-
-def test_carriage_return_and_newline_end_one_line_together(log: Log) -> None:
-    log.output.write(log.zero, b"a\r\nb\r")
-    log.output.write(log.zero, b"\nc\n")
-    assert log.text() == b"[worker 0] a\n[worker 0] b\n[worker 0] c\n"
-
-
-def test_bytes_that_are_no_text_pass(log: Log) -> None:
-    garbage = bytes(byte for byte in range(256) if byte not in b"\r\n")
-    log.output.write(log.zero, garbage + b"\n")
-    assert log.text() == b"[worker 0] " + garbage + b"\n"
 
 
 def test_a_last_line_without_an_end_gets_one(log: Log) -> None:

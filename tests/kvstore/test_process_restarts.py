@@ -53,16 +53,6 @@ def test_an_end_that_would_come_again_starts_no_process_again() -> None:
 
 
 @pytest.mark.slow
-def test_when_the_restarts_are_used_up_the_job_fails_with_the_worker() -> None:
-    code = LOOP + "kv.pushpull('w', out, out) if rank == 0 else os.kill(os.getpid(), 9)"
-    with workers(code, "--restart-processes", "1") as run:
-        status, _, errors = run.end()
-    assert status == 128 + 9
-    assert any("worker 1 was killed or left: its process has ended; the others wait" in line for line in errors)
-    assert any(re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; stopping the other", line) for line in errors)
-
-
-@pytest.mark.slow
 def test_a_process_that_does_not_come_back_in_time_fails_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_RESTART_LIMIT", "1")
     code = (

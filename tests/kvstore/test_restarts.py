@@ -25,14 +25,14 @@ def workers(code: str, *words: str) -> Launch:
     return launch("-n", "2", "-s", "0", *words, "--", *PYTHON, head + code)
 
 
-def test_a_failed_job_starts_again_with_new_ports_a_new_id_and_the_same_name() -> None:
+def test_a_failed_job_starts_again_with_new_ports_a_new_id_and_the_same_name(tmp_path: Path) -> None:
     names = ("GANGLINE_RESTART", "GANGLINE_RUN_ID", "GANGLINE_JOB_ID", "MASTER_PORT", "DMLC_PS_ROOT_PORT")
     code = (
         f"import json; print(json.dumps([os.environ[name] for name in {names}]), flush=True)\n"
         "if rank == 1 and restart < 2: os.kill(os.getpid(), 9)\n"
         "if restart < 2: signal.pause()\n"
     )
-    with workers(DAEMON + code, "--max-restarts", "5") as run:
+    with workers(DAEMON + code, "--max-restarts", "5", "--log-dir", str(tmp_path)) as run:
         status, out, errors = run.end()
     assert status == 0
     failed = r"gangline: worker 1 \(pid \d+\) was killed by SIGKILL; stopping the other processes"
@@ -44,18 +44,15 @@ def test_a_failed_job_starts_again_with_new_ports_a_new_id_and_the_same_name() -
     numbers, runs, jobs, *ports = ({line[index] for line in found} for index in range(len(names)))
     assert (numbers, len(runs), len(jobs)) == ({"0", "1", "2"}, 1, 3)
     assert [len(port) for port in ports] == [3, 3]
+    logged = (tmp_path / "worker-0.log").read_text().splitlines()  # of all starts
+    assert [json.loads(line)[0] for line in logged if line != "daemon"] == ["0", "1", "2"]
 
 
-def test_when_the_restarts_are_used_up_the_code_is_that_of_the_last_start() -> None:
-    with workers("time.sleep(rank * 100); sys.exit(10 + restart)", "--max-restarts", "2") as run:
-        status, _, errors = run.end()
-    assert status == 12
-    assert [line.partition(") ")[2] or line for line in errors] == [
-        "exited with code 10; stopping the other processes",
+def test_when_the_restarts_are_used_up_the_code_is_that_of_the_last_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with_restarts(lambda number: Outcome(10 + number), 2) == 12
+    assert capsys.readouterr().err.splitlines() == [
         AGAIN.format(1, 2),
-        "exited with code 11; stopping the other processes",
         AGAIN.format(2, 2),
-        "exited with code 12; stopping the other processes",
         "gangline: the job is not started again: all 2 restarts are used up",
     ]
 
@@ -89,13 +86,6 @@ def test_a_signal_to_the_launcher_restarts_nothing() -> None:
         run.process.send_signal(signal.SIGTERM)
         status, _, errors = run.end()
     assert (status, errors) == (128 + signal.SIGTERM, ["gangline: SIGTERM; stopping the other processes"])
-
-
-def test_the_logs_of_all_starts_are_kept(tmp_path: Path) -> None:
-    words = ("--max-restarts", "1", "--log-dir", str(tmp_path))
-    with workers("print(restart, flush=True); sys.exit(rank == 0 and 1 - restart)", *words) as run:
-        assert run.end()[0] == 0
-    assert (tmp_path / "worker-0.log").read_text() == "0\n1\n"
 
 
 def fail_at_first(what: str) -> int:

@@ -139,7 +139,10 @@ def check(found: Any, expected: nn.Module, make: Callable[[], nn.Module]) -> Non
         assert torch.allclose(evaluated, expected(batch(make, 99)[0]), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("size", "memory", "make"), [(2, "auto", mlp), (3, [1, 0, 2], language_model)])
+@pytest.mark.parametrize(
+    ("size", "memory", "make"),
+    [pytest.param(2, "auto", mlp, marks=pytest.mark.slow), (3, [1, 0, 2], language_model)],
+)
 def test_workers_of_unequal_memory_train_as_one_process(size: int, memory: Any, make: Callable[[], nn.Module]) -> None:
     check(spawn(train, size, make, memory, threads=1), alone(make), make)
 

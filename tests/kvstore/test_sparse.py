@@ -448,7 +448,6 @@ Model = dict[Any, dict[int, float]]
 
 @pytest.mark.parametrize("updater", [False, True], ids=["replacing", "adding"])
 @pytest.mark.parametrize("name", STORES)
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(calls)
 def test_any_sequence_of_calls_equals_a_model_with_dictionaries_of_rows(
     name: str, updater: bool, sequence: list[tuple[str, Any, list[list[int]], bool]]

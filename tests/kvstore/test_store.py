@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gangline import Communicator, Work, spawn
+from gangline import Communicator, Work
 from gangline.kvstore import KVStore, Trainer, create, register
 from gangline.kvstore import registry as stores
 from gangline.kvstore.buckets import plan
 from gangline.kvstore.default_store import default_store, job_store
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.parameter_server.store import DistStore
+from tests.collectives.ranks import in_threads
 from tests.collectives.simulated_gpus import Event, on_simulated_gpu, simulated_gpus
 from tests.kvstore.keyed import LIMIT, ranked
 
@@ -43,15 +44,6 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.
 
 
 # -- init, push, pull -------------------------------------------------------------------------------------------------
-
-
-def test_the_sum_is_added_in_the_order_of_the_devices(kv: KVStore) -> None:
-    values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
-    kv.init("w", torch.zeros(1))
-    kv.push("w", values)
-    assert pulled(kv, "w", (1,)).item() == 1.0
-    kv.push("w", [values[index] for index in (0, 2, 1, 3)])
-    assert pulled(kv, "w", (1,)).item() == 2.0
 
 
 def test_no_keys_are_nothing_to_do(kv: KVStore) -> None:
@@ -508,7 +500,7 @@ def gluons_arguments(comm: Communicator) -> list[str]:
 
 
 def test_what_needs_gradients_on_the_workers_names_the_replacement() -> None:
-    for found in spawn(gluons_arguments, 2, threads=1):
+    for found in in_threads(2, gluons_arguments):
         assert [text.partition(" the store updates")[0] for text in found] == [
             "update_on_kvstore is False, but",
             "allreduce_grads() is for one worker:",

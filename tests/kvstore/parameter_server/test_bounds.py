@@ -16,7 +16,7 @@ import torch
 
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.client_channel import scheduler_address
-from gangline.kvstore.parameter_server.transport.pieces import PIECE, joined, split
+from gangline.kvstore.parameter_server.transport.pieces import PIECE
 from tests.kvstore.parameter_server.fuzz import check
 from tests.kvstore.parameter_server.in_process import Job
 from tests.kvstore.parameter_server.processes import DistJob
@@ -159,14 +159,6 @@ def test_over_tcp_a_large_frame_is_refused_by_its_header(flags: int, monkeypatch
             out = torch.empty(PIECE // 4 + 3)
             kv.pushpull("key", torch.ones(PIECE // 4 + 3), out=out)
             assert out.eq(1).all()
-
-
-@pytest.mark.parametrize("sizes", [[3, 0], [PIECE], [PIECE - 1, PIECE + 1, 5], [3 * PIECE, 0, 2 * PIECE + 7]])
-def test_large_frames_travel_in_pieces(sizes: list[int]) -> None:
-    frames = [bytes([number]) * size for number, size in enumerate(sizes)]
-    pieces = [memoryview(piece) for piece in split(frames)]
-    assert max(map(len, pieces)) <= PIECE
-    assert [bytes(frame) for frame in joined(pieces)] == frames
 
 
 # A thousand mutated messages to a live job; `make fuzz` sends a million

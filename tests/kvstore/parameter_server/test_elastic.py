@@ -300,6 +300,7 @@ def outcome(body: Callable[[DistStore], object]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_training_by_a_module_without_fit_is_refused_on_all() -> None:
     with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
         told = run_job(outcome, 2, 1, step)

@@ -185,7 +185,7 @@ POINTS = [
 @pytest.mark.parametrize(
     ("spec", "kills", "steps", "transport"),
     [
-        pytest.param(ADAM, INSIDE_AN_UPDATE, 8, "auto", id="adam, inside an update"),
+        pytest.param(ADAM, INSIDE_AN_UPDATE, 8, "auto", id="adam, inside an update", marks=pytest.mark.slow),
         pytest.param(SGD, INSIDE_AN_UPDATE, 8, "auto", id="sgd, inside an update", marks=pytest.mark.slow),
         *(
             pytest.param(spec, TWENTY[:20], 200, "auto", id=f"{spec[0]}, twenty times", marks=pytest.mark.slow)
@@ -326,12 +326,14 @@ def rated() -> Tensor:
         return out
 
 
+@pytest.mark.slow
 def test_a_restarted_server_has_the_learning_rate_of_an_async_store(tmp_path: Path) -> None:
     for weight in run(tmp_path, [f"update {WORKERS + 1}"], rated):
         assert weight.tolist() == [-WORKERS - 4.0] * 4
 
 
-@pytest.mark.parametrize("kills", [["push-taken 12"], pytest.param(EIGHT, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [["push-taken 12"], EIGHT], ids=len)
 def test_a_server_may_get_the_port_of_its_former_process(tmp_path: Path, kills: list[str]) -> None:
     more = {"GANGLINE_TRANSPORT": "tcp", PORT: str(*free_ports(1))}
     every_push = digits.every_push(STEPS, WORKERS)

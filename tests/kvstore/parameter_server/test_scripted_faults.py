@@ -95,7 +95,7 @@ def test_a_message_without_a_next_one_is_sent_in_the_end() -> None:
 # Jobs
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_faults_of_connections_and_messages_lose_nothing(transport: str) -> None:
     check_digits(
         "worker 1 break at push-sent 3; server 0 break at values 2; worker 0 repeat at push-sent 2; "
@@ -105,6 +105,7 @@ def test_faults_of_connections_and_messages_lose_nothing(transport: str) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_for_a_while_loses_nothing() -> None:
     check_digits("server 0 stop for 0.5 s at update 4; worker 1 stop for 0.5 s at pull 2")
 

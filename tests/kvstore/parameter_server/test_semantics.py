@@ -10,7 +10,6 @@ import torch
 from gangline import kvstore
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore
-from gangline.kvstore.parameter_server.client import scheduler_client
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.cases import check
 from tests.kvstore.parameter_server.processes import run_job
@@ -43,17 +42,6 @@ def dtypes_that_servers_do_not_hold_are_refused(kv: KVStore) -> None:
             kv.init("odd", torch.zeros(SMALL, dtype=dtype))
     kv.init("odd", torch.ones(SMALL))
     same(pulled(kv, "odd"), torch.ones(SMALL))
-
-
-def exchanges_may_exceed_one_chunk(kv: KVStore) -> None:
-    for sizes in (
-        (0, 0, 0),
-        (scheduler_client._CHUNK, 1, 0),
-        (0, 2 * scheduler_client._CHUNK + 5, scheduler_client._CHUNK + 1),
-        (65 << 20, 3, 0),
-    ):
-        given = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
-        assert kv.exchange(given[kv.rank]) == given
 
 
 def values_that_do_not_fit_are_refused_before_they_are_sent(kv: KVStore) -> None:
@@ -292,6 +280,7 @@ SYNC = [
     later_pushes_of_a_key_may_be_more_urgent,
     rounds_go_on_without_joined_workers,
     ALL[-1],  # its optimizer stays
+    the_lowest_remaining_rank_sets_the_learning_rate,
 ]
 
 
@@ -301,21 +290,7 @@ def test_sync(workers: int, servers: int) -> None:
 
 
 def test_over_collectives() -> None:
-    check("allreduce", 3, 0, ALL)
-
-
-@pytest.mark.slow
-def test_exchanges_of_any_size() -> None:
-    check("dist_sync", 3, 1, [exchanges_may_exceed_one_chunk])
-
-
-@pytest.mark.parametrize(("store", "servers"), [("dist_sync", 2), ("dist_async", 2), ("allreduce", 0)])
-def test_the_learning_rate_while_rank_0_is_in_join(store: str, servers: int) -> None:
-    check(store, 3, servers, [the_lowest_remaining_rank_sets_the_learning_rate])
-
-
-def test_the_learning_rate_of_an_async_store() -> None:
-    check("dist_async", 3, 2, [an_async_store_sends_the_learning_rate_at_once])
+    check("allreduce", 3, 0, [*ALL, the_lowest_remaining_rank_sets_the_learning_rate])
 
 
 # Async
@@ -353,7 +328,13 @@ def an_async_pull_includes_all_earlier_pushes_of_any_priority(kv: KVStore) -> No
 
 @pytest.mark.parametrize("name", ["dist_async", pytest.param("dist_device_async", marks=pytest.mark.slow)])
 def test_async(name: str) -> None:
-    check(name, 3, 2, [async_pushes_add, an_async_pull_includes_all_earlier_pushes_of_any_priority])
+    cases = [
+        async_pushes_add,
+        an_async_pull_includes_all_earlier_pushes_of_any_priority,
+        an_async_store_sends_the_learning_rate_at_once,
+        the_lowest_remaining_rank_sets_the_learning_rate,
+    ]
+    check(name, 3, 2, cases)
 
 
 def push_and_leave() -> None:

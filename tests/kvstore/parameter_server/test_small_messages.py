@@ -7,8 +7,9 @@ import sys
 from types import FrameType, SimpleNamespace
 
 import torch
+from torch import Tensor
 
-from gangline import kvstore
+from gangline import KVStore, kvstore
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
@@ -22,7 +23,7 @@ MOST_SERVER_CALLS = 108
 """Calls of Python functions for three pushes and pulls, without those of the sockets: 103 with 8 workers."""
 
 
-def count_calls() -> int:
+def count_calls(kv: KVStore, given: Tensor, out: Tensor) -> int:
     """Return the fewest calls of a push and pull in the worker's thread: acknowledgements arrive with some of them."""
     calls = [0] * 2 * STEPS
 
@@ -30,47 +31,44 @@ def count_calls() -> int:
         if event in ("call", "c_call") and not frame.f_code.co_filename.endswith("poller.py"):
             calls[step] += 1
 
-    with kvstore.create("dist_sync") as kv:
-        kv.init("a", torch.zeros(1024))
-        given, out = torch.ones(1024), torch.empty(1024)
-        for step in range(2 * STEPS):
-            if step == STEPS:
-                sys.setprofile(count)
-            kv.push("a", given)
-            kv.pull("a", out)
-        sys.setprofile(None)
-        assert out.unique().tolist() == [1.0]
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            sys.setprofile(count)
+        kv.push("a", given)
+        kv.pull("a", out)
+    sys.setprofile(None)
+    assert out.unique().tolist() == [1.0]
     return min(calls[STEPS:])
 
 
-def test_a_push_and_pull_of_a_small_key_makes_few_calls() -> None:
-    (calls,) = run_job(count_calls, 1, 1)
-    assert 100 < calls < MOST_CALLS
-
-
-def count_garbage() -> int:
+def count_garbage(kv: KVStore, given: Tensor, out: Tensor) -> int:
     """Return the objects that only the garbage collector frees after pushes, pulls and `pushpull`."""
+
+    def step() -> None:
+        kv.push("a", given)
+        kv.pull("a", out)
+        kv.pushpull("a", given, out)
+        kv.push("a", given, async_op=True).wait()
+
+    step()
+    gc.collect()
+    gc.disable()
+    for _ in range(50):
+        step()
+    kv.barrier()
+    return gc.collect()
+
+
+def count_both() -> tuple[int, int]:
     with kvstore.create("dist_sync") as kv:
         kv.init("a", torch.zeros(1024))
         given, out = torch.ones(1024), torch.empty(1024)
-
-        def step() -> None:
-            kv.push("a", given)
-            kv.pull("a", out)
-            kv.pushpull("a", given, out)
-            kv.push("a", given, async_op=True).wait()
-
-        step()
-        gc.collect()
-        gc.disable()
-        for _ in range(50):
-            step()
-        kv.barrier()
-        return gc.collect()
+        return count_calls(kv, given, out), count_garbage(kv, given, out)
 
 
-def test_a_push_and_pull_frees_its_memory_at_once() -> None:
-    (garbage,) = run_job(count_garbage, 1, 1)
+def test_a_push_and_pull_of_a_small_key_makes_few_calls_and_frees_its_memory_at_once() -> None:
+    ((calls, garbage),) = run_job(count_both, 1, 1)
+    assert 100 < calls < MOST_CALLS
     assert garbage < 50  # not one for each call
 
 

@@ -224,6 +224,17 @@ def compressed_pushes(kv: KVStore) -> None:
     kv.set_gradient_compression(None)
 
 
+def a_threshold_is_in_the_unit_of_a_workers_part_of_the_mean(kv: KVStore) -> None:
+    kv.init("coded", torch.zeros(4))
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.push_weighted("coded", torch.tensor([1.25, -1.5, 0.5, 0.0]), 3.0)
+    out = torch.empty(4)
+    kv.pull("coded", out)
+    assert out.tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert kv.compression_residuals()['"coded"/0'].tolist() == [0.125, -0.25, 0.25, 0.0]
+    kv.set_gradient_compression(None)
+
+
 ALL = [
     rounds_of_every_dtype,
     truth_values_are_ored,
@@ -244,13 +255,12 @@ def test_rounds(workers: int, servers: int) -> None:
     check("dist_sync", workers, servers, SYNC)
 
 
-@pytest.mark.parametrize("name", ["allreduce", "dist_sync"])
-def test_weighted_rows(name: str) -> None:
-    check(name, 2, 2, [weighted_rows_stay_rows])
+def test_weighted_pushes() -> None:
+    check("dist_sync", 2, 2, [a_threshold_is_in_the_unit_of_a_workers_part_of_the_mean, weighted_rows_stay_rows])
 
 
 def test_rounds_over_collectives() -> None:
-    check("allreduce", 3, 0, ALL)
+    check("allreduce", 3, 0, [*ALL, weighted_rows_stay_rows])
 
 
 @pytest.mark.slow
