@@ -19,9 +19,6 @@ from gangline.models.data.datasets import image_folder, raw_digits
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import source
 
-pytest.importorskip("s3fs", reason="needs s3fs: pip install gangline[s3]")
-moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[server]'")
-
 # botocore and moto use functions that newer Pythons deprecate.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -33,6 +30,8 @@ NAMES = {1: "one", 0: "zero"}
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Start an S3 server and yield its address."""
+    pytest.importorskip("s3fs", reason="needs s3fs: pip install gangline[s3]")
+    moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[server]'")
     running = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
