@@ -237,18 +237,6 @@ def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
         assert parts == [(0, 4), (1, 4), (2, 3)]
 
 
-def test_a_second_fit_continues_unless_another_optimizer_is_requested() -> None:
-    data = (counted(8, 2), counted(8, 3))
-    options: dict[str, Any] = {"batch_size": 4, "eval_metric": "mse", "optimizer": "sgd"}
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
-        module.fit(data, num_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        optimizer = module._step.optimizer
-        module.fit(data, num_epoch=2, begin_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        assert module._step.optimizer is optimizer
-        module.fit(data, num_epoch=3, begin_epoch=2, optimizer_params={"lr": 1e-4}, **options)
-        assert module.learning_rate == 1e-4
-
-
 def test_a_store_of_ones_own_is_used_and_left_open() -> None:
     with create("device") as store:
         with Module(linear(), nn.MSELoss(), cpu()) as module:

@@ -25,9 +25,7 @@ from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
 from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.metrics.metric import create as create_metric
 from gangline.models.reports import record as records
-from gangline.models.reports.chart import Line, line_chart
 from gangline.models.reports.page import FORMAT, TrainingProgress, drawn, read_progress
 from gangline.models.reports.record import Point, Record, Split, Validation
 
@@ -151,16 +149,6 @@ def test_the_metric_of_fit_and_of_a_speedometer_count_as_without_a_page(
         assert sum("accuracy=" in line for line in lines) == 9
         found.append(lines)
     assert found[0] == found[1]
-
-
-def test_a_metric_that_has_no_copy_costs_its_curve_and_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    metric = create_metric("acc")
-    metric.lock = threading.Lock()  # type: ignore[attr-defined]
-    points = page_of(tmp_path, eval_metric=metric)["points"]
-    assert (points["metrics"], len(points["loss"])) == ({}, 9)
-    assert len([line for line in caplog.messages if "cannot be copied" in line]) == 1
 
 
 def test_text_from_outside_stays_text(tmp_path: Path) -> None:
@@ -404,17 +392,6 @@ def test_a_record_can_be_restored_from_its_data() -> None:
     assert Record.from_data(data).splits == []
 
 
-def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "MOST_POINTS", 8)
-    calls = itertools.count()
-    data = page_of(tmp_path, epochs=20, eval_metric=lambda label, output: float(next(calls)))
-    assert data["per_point"] == 16
-    assert sum(data["points"]["updates"]) == data["points"]["step"][-1] == 60
-    assert next(calls) - 60 == 8 + 4 + 4 + 3  # of each batch, then of every 2nd, 4th, 8th
-
-
 # -- waiting ---------------------------------------------------------------------------------------------------------
 
 
@@ -548,19 +525,3 @@ def test_unusual_records_are_drawn() -> None:
         page = drawn(data_of(Record([point(1)]), state, every_seconds=7))
         assert len(Drawn(page).curves) == 5
         assert ('http-equiv="refresh" content="7"' in page) == (state == "running")
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (2, 69, [20, 40, 60]),
-        (0.041, 2.31, [0.5, 1, 1.5, 2]),
-        (0.05, 0.05, [0.05]),
-        (0.0, 5e-324, [0]),
-        (-1e308, 1e308, [-1e308]),
-    ],
-)
-def test_axes_have_round_numbers(low: float, high: float, ticks: list[float]) -> None:
-    chart = line_chart([Line("throughput", [(1, low), (3, high)])], "batch", "samples/s")
-    written = re.findall(r'text-anchor="end">([^<]*)<', chart)
-    assert written == [f"{tick:,g}" for tick in ticks]
