@@ -20,7 +20,6 @@ import gangline.horovod.torch as hvd
 from gangline import Communicator, horovod, spawn
 from gangline.launcher.job import free_ports
 from tests.kvstore.test_launch import launch
-from tests.programs import ROOT
 
 NAMES = """
 allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async grouped_allreduce_
@@ -58,12 +57,6 @@ def played(ranks: int, *plays: Callable[[int, int], Any]) -> list[Any]:
 def test_all_names_exist() -> None:
     assert [name for name in NAMES.split() if not hasattr(hvd, name)] == []
     assert {"State", "ObjectState", "TorchState", "ElasticSampler", "run"} <= {*dir(hvd.elastic)}
-
-
-def test_the_page_names_what_is_refused() -> None:
-    page = (ROOT / "docs" / "coming-from-horovod.md").read_text()
-    for name in ("Adasum", "start_timeline", "SyncBatchNorm"):
-        assert f"hvd.{name}" in page
 
 
 def _reductions(rank: int, size: int) -> None:
