@@ -402,7 +402,7 @@ def test_a_users_dataloader_sets_the_epoch_of_the_dataset(folder: Path) -> None:
         assert torch.equal(images, expected)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_users_dataloader_leaves_unreadable_images_out(folder: Path, num_workers: int) -> None:
     bad = spoil(folder, "one/3.png")
     dataset = ImageFolder(folder, SHAPE, skip_unreadable=1)
