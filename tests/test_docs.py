@@ -34,7 +34,7 @@ LAUNCHING = [
     )
 ]
 
-LONG = {"images", "monitoring", "clusters", "devices", "own-network", "backend"}
+LONG = {"images", "monitoring", "clusters", "coming-from-mxnet", "devices", "own-network", "backend"}
 """Pages whose examples train or start processes."""
 
 

@@ -91,6 +91,7 @@ def test_workers_over_collectives_give_the_weights_of_one(one: tuple[Weights, st
         assert distance(weights, one[0]) < 1e-11
 
 
+@pytest.mark.slow
 def test_workers_over_servers_give_the_weights_of_one(tmp_path: Path, one: tuple[Weights, str]) -> None:
     script = tmp_path / "over_servers.py"
     script.write_text(TRAINER.read_text().replace('"allreduce"', '"dist_sync"'))

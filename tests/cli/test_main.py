@@ -42,6 +42,7 @@ def test_every_option_has_a_help_text() -> None:
         assert [one.name for one in command.params if not one.help] == [], name
 
 
+@pytest.mark.slow
 def test_env_reports_what_a_bug_report_needs() -> None:
     report = json.loads(CliRunner().invoke(app, ["env", "--json", "-"]).stdout)
     assert report["versions"]["torch"].startswith("2.")

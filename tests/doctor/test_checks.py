@@ -254,6 +254,7 @@ def test_a_check_that_dies_is_broken_with_its_last_words() -> None:
 # GPUs
 
 
+@pytest.mark.slow
 def test_collectives_of_torch_between_processes() -> None:
     result = gpus.nccl(60, "gloo", 2)
     assert (result["ranks"], result["wrong"]) == (2, [])

@@ -170,7 +170,7 @@ def _different_calls(rank: int, size: int) -> None:
     assert hvd.allreduce(torch.ones(1), name="same") == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_calls(ranks: int) -> None:
     played(ranks, _reductions, _moves, _gradients, _joins, _different_calls)
 
@@ -238,7 +238,7 @@ def differences(expected: nn.Module, model: nn.Module) -> list[float]:
     return [float((own - theirs).detach().abs().max()) for own, theirs in pairs]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_train_as_one_process(ranks: int) -> None:
     halves = partial(_trains, compression=hvd.Compression.fp16)  # a clipped step makes the difference larger
     *exact, rounded = played(ranks, _trains, partial(_trains, op=hvd.Sum), partial(_trains, passes=2), halves)
@@ -305,7 +305,7 @@ def _sparse_gradients(rank: int, size: int) -> list[list[list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sparse_gradients_are_reduced(ranks: int) -> None:
     [of_ranks] = played(ranks, _sparse_gradients)
     for of_rank in of_ranks:

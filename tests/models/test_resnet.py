@@ -176,6 +176,7 @@ def drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return (0.2 * rows @ columns.T).reshape(shape)
 
 
+@pytest.mark.slow
 def test_weights_of_torchvisions_names_and_shapes_load_and_give_the_outputs_of_the_layers(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     state = {name: drawn(shape, generator) for name, shape in torchvision_shapes(3).items()}

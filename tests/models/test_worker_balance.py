@@ -197,7 +197,8 @@ def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle_after_
     assert distance(found[1]["params"], alone(8)) <= 1e-11
 
 
-@pytest.mark.parametrize("store", [pytest.param("dist_sync", marks=pytest.mark.slow), "dist_async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
 def test_workers_with_servers_are_balanced_too(store: str) -> None:
     found = run_job(on_servers, 2, 1, store, UNEQUAL)
     check_samples(found, 4)
