@@ -39,16 +39,6 @@ GOOD = counted(4, 2), counted(4, 3)
 # -- forward, backward, update, step by step ------------------------------------------------------------------------
 
 
-def test_outputs_are_those_of_the_network_in_order() -> None:
-    data = counted(7, 2)
-    with Module(linear(), context=CONTEXTS, work_load_list=[3, 0, 1]) as module:
-        module.forward(data, is_train=False)
-        assert torch.allclose(module.get_outputs(), linear()(data))
-        parts = module.get_outputs(merge=False)
-        assert [len(part) for part in parts] == [5, 2]
-        assert not module.get_outputs().requires_grad
-
-
 def test_numpy_tuples_and_dicts_are_data_too() -> None:
     class Two(nn.Module):
         def forward(self, left: torch.Tensor, right: torch.Tensor) -> dict[str, Any]:

@@ -89,7 +89,6 @@ LOSSES = {
     "CLIP, loss of own rows": Row(
         "clip", (("loss = clip_loss(image_features, text_features, logit_scale)", LOCAL_LOSS),)
     ),
-    "metric learning": Row("triplet", wrappers=BOTH),
     "MoE language model": Row("moe_lm"),
     # FSDP2 itself fails if an expert runs on some ranks alone.
     "MoE, experts run without tokens": Row("moe_lm", (("if len(rows):", "if True:"),), wrappers=("fsdp2",)),

@@ -12,7 +12,7 @@ from tests.strangers.table import FOLDER, LOOPS, LOSSES, REFUSED, ROWS, TOLERANC
 
 EXACT = LOSSES | LOOPS
 BACKENDS = ("gloo", "gangline")
-UNWEIGHTED = ("DETR criterion", "SimCLR", "CLIP", "metric learning")
+UNWEIGHTED = ("DETR criterion", "SimCLR", "CLIP")
 """Each rank divides by the global count or computes the whole loss: a plain mean is right."""
 PAGE = (Path(__file__).parents[2] / "docs" / "unequal.md").read_text()
 
