@@ -111,17 +111,6 @@ def test_an_error_in_code_of_the_user_shows_where(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("gangline: ")
 
 
-@pytest.mark.slow
-def test_a_users_own_models_package_builds_the_network(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").write_text("")
-    (tmp_path / "models" / "nets.py").write_text(
-        "import torch\n\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
-    )
-    words = ["train", "--network", "models.nets:build", "--num-epochs", "1", "--cpus", "1", "--image-shape", "1,28,28"]
-    assert python("-m", "gangline", *words, cwd=tmp_path, code=0).stdout.startswith("Validation-accuracy=")
-
-
 def test_wrong_usage_ends_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in (["nosuch"], ["train", "--nosuch"], ["train", "--batch-size", "many"], ["train", "--cpus", "0"]):
         monkeypatch.setattr(sys, "argv", ["gangline", *arguments])

@@ -10,13 +10,14 @@ import re
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reported import RATE, arrays, fit, module_on, network
+from measure import labelled, mlp
 from torch import nn
 
 from gangline import Context, Module, Work, cpu, spawn, split_batch
@@ -30,6 +31,29 @@ from gangline.models.reports.page import FORMAT, TrainingProgress, drawn, read_p
 from gangline.models.reports.record import Point, Record, Split, Validation
 
 SIX = 1e-5  # as six digits show it
+RATE = {"learning_rate": 0.1, "momentum": 0.9}
+network = partial(mlp, 4, 8, 3, seed=3, dtype=torch.float32)
+
+
+def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return labelled(samples, 4, 3, seed=seed)
+
+
+def module_on(loads: list[float], store: Any = "local") -> Module:
+    module = Module(network(), nn.CrossEntropyLoss(), [cpu(place) for place in range(len(loads))], loads)
+    module.init_optimizer(store, "sgd", RATE)
+    return module
+
+
+def fit(module: Module, report: Any, *others: Any, epochs: int = 3, **options: Any) -> None:
+    """Train on batches of 8, 8 and 4 samples; ``others`` are called before the report's own callback."""
+    request = module.optimizer_request
+    assert request is not None
+    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
+    callbacks = [*others, report]
+    settings |= {"batch_end_callback": callbacks, "epoch_end_callback": report, "eval_end_callback": report}
+    settings |= {"num_epoch": epochs, "batch_size": 8}
+    module.fit(arrays(), **{**settings, **options})
 
 
 def page_of(folder: Path, *others: Any, every_seconds: float = 2.0, title: str = "", **options: Any) -> Any:

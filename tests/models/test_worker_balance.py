@@ -139,7 +139,6 @@ def of_two_workers(comm: Communicator, folder: str) -> dict[str, Any]:
         "real time": in_a_job(comm, UNEQUAL, is_simulated=False),
         "own batches": in_a_job(comm, EQUAL, data=batches, epochs=1, batch_size=None),
         "own loop": own_loop(comm),
-        "small batches": small_batches(comm),
         "messages": [counted(comm, words) for words in (None, "auto")],
         "refused": [refused(comm, words) for words, _ in REFUSED],
         "page": page_in_a_job(comm, folder),
@@ -381,28 +380,3 @@ def test_a_loop_of_the_users_own_is_balanced_at_begin_epoch(two: list[dict[str, 
     assert loads == same
     assert loads[0] > 0.7
     assert distance(params, alone(4, shuffle=False)) <= 1e-11
-
-
-def small_batches(comm: Communicator) -> Any:
-    data, label = samples()
-    with unequal_worker(comm) as (store, made):
-        made.init_optimizer(store, "sgd", RATE)
-        for batch in (data.split(1), label.split(1)), (data.split(3), label.split(3)):
-            for part, labels in zip(batch[0][:4], batch[1][:4], strict=True):
-                mine = made.workers.share(len(part))
-                made.forward_backward_update(part[mine], labels[mine])
-        return made.get_params()
-
-
-def test_a_share_without_samples_takes_part_in_the_step(two: list[dict[str, Any]]) -> None:
-    data, label = samples()
-    with module([0.0]) as plain:
-        network = plain.network
-    optimizer = torch.optim.SGD(network.parameters(), RATE["learning_rate"], RATE["momentum"])
-    for size in (1, 3):
-        for part, labels in zip(data.split(size)[:4], label.split(size)[:4], strict=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(network(part), labels).backward()
-            optimizer.step()
-    for params in of_both(two, "small batches"):
-        assert distance(params, network.state_dict()) <= 1e-11

@@ -94,7 +94,6 @@ LOSSES = {
     "MoE, experts run without tokens": Row("moe_lm", (("if len(rows):", "if True:"),), wrappers=("fsdp2",)),
     "detector, frozen BatchNorm": Row("detector"),
     "DETR criterion": Row("detr"),
-    "multi-task heads": Row("multitask"),
     "packed sequences": Row("packed", wrappers=BOTH),
 }
 LOOPS = {
