@@ -230,30 +230,11 @@ def test_each_side_has_a_row_for_each_number_of_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["--same-batch", "--scale-batch"])
-def test_each_number_of_workers_has_a_row(tmp_path: Path, scale: str) -> None:
-    small = ("--network", "mlp", "--freeze-until", "fc2", "--epochs", "2", "--batch-size", "8", "--lr", "0.01")
-    words = ("training", "--transfer", "--workers", "1,2", *small, scale)
-    rows, printed = rows_of(tmp_path / "rows.json", *words)
-    assert [(row["workers"], row["runs"]) for row in rows] == [(1, 2), (2, 2)]
-    for row in rows:
-        assert set(row) >= TRANSFER
-        factor = row["workers"] if scale == "--scale-batch" else 1
-        assert (row["batch_size"], row["learning_rate"]) == (8 * factor, pytest.approx(0.01 * factor))
-        assert row["samples_per_s"] == row["p50"] > 0
-        assert row["accuracy"] > 0.3  # a tenth is known by chance
-        assert row["efficiency"] == pytest.approx(row["p50"] / rows[0]["p50"] / row["workers"])
-        assert row["seconds"] > 0
-    if scale == "--same-batch":  # the same weights but for rounding, and so the same of 360 images are known
-        assert rows[1]["accuracy"] == pytest.approx(rows[0]["accuracy"], abs=1.5 / 359)
-    assert "accuracy" in printed
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_alexnet_moves_to_ten_classes(tmp_path: Path) -> None:
     words = ("training", "--transfer", "--workers", "1,2", "--epochs", "3", "--batch-size", "16", "--same-batch")
     rows, _ = rows_of(tmp_path / "rows.json", *words)
     assert {row["network"] for row in rows} == {"alexnet"}
+    assert all(set(row) >= TRANSFER for row in rows)
     assert rows[0]["accuracy"] > 0.5
     assert rows[1]["accuracy"] == pytest.approx(rows[0]["accuracy"], abs=0.02)

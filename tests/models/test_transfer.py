@@ -16,7 +16,6 @@ from torch import nn
 from gangline.collectives.context import cpu
 from gangline.models import zoo
 from gangline.models.module import Module
-from gangline.models.zoo import registry
 from gangline.models.zoo.transfer import (
     freeze_until,
     learning_rate_factors,
@@ -108,20 +107,6 @@ def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes:
         assert (value.shape == source[name].shape and torch.equal(value, source[name])) == (name not in new)
 
 
-def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "weights.pth"
-    monkeypatch.setitem(registry._networks, "tied", registry.Entry(lambda num_classes: tied(), (1, 2, 2)))
-    own = state(tied())
-    torch.save(own, path)
-    network, new = pretrained("tied", path, 3)
-    assert new == []
-    assert torch.equal(network.get_parameter("0.weight"), own["0.weight"])
-    with pytest.raises(ValueError, match=r"shared under the names \['0.weight', '1.weight'\]"):
-        replace_last_layer(network, 3)
-
-
 def test_layers_before_the_named_one_are_fixed() -> None:
     assert freeze_until(small(), "conv") == []
     assert freeze_until(small(), "fc1") == ["conv.weight", "conv.bias", "norm.weight", "norm.bias"]
@@ -197,6 +182,7 @@ REFUSED: list[Any] = [
     *((partial(freeze_until, small(), name), ValueError, rf"no layer '{name}'.*'fc2'") for name in ("fc3", "")),
     (last_of(nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())), ValueError, "Sequential has neither a linear layer"),
     (last_of(nn.Linear(2, 2)), ValueError, "the network is a single Linear"),
+    (last_of(tied()), ValueError, r"shared under the names \['0.weight', '1.weight'\]"),
     (last_of(nn.Sequential(nn.LazyLinear(2))), ValueError, "layer '0' has no shape yet"),
     (last_of(small(), 0), ValueError, "num_classes is 0; expected 1 or more"),
     (last_of(small(), 2.0), TypeError, "num_classes is 2.0; expected an int"),
