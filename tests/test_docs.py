@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,12 @@ def test_files_and_methods_that_a_page_names_exist(name: str) -> None:
     folders = {word for word in words if re.fullmatch(r"([\w-]+/)+", word)} - {"site/", "dist/"}  # are built
     existing = {f"/{source.parent.relative_to(ROOT)}/" for source in SOURCES}
     assert not [folder for folder in folders if not any(one.endswith(f"/{folder}") for one in existing)]
-    sources = [source.read_text() for source in SOURCES]
+    code: defaultdict[str, str] = defaultdict(str)  # of the files of each class
+    for source in (source.read_text() for source in SOURCES):
+        for owner in re.findall(r"^class (\w+)", source, re.MULTILINE):
+            code[owner] += source
     for owner, method in {tuple(word.split(".")) for word in words if re.fullmatch(r"_?[A-Z][a-z]\w*\.\w+", word)}:
-        code = "".join(source for source in sources if re.search(rf"^class {owner}\b", source, re.MULTILINE))
-        assert re.search(rf"^    def {method}\(", code, re.MULTILINE), f"{owner}.{method}"
+        assert re.search(rf"^    def {method}\(", code[owner], re.MULTILINE), f"{owner}.{method}"
     if name == "docs/architecture.md":
         assert len(files) > 60
         assert len(folders) > 25

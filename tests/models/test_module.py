@@ -131,18 +131,6 @@ def test_params_must_fit() -> None:
         assert not module.get_params()["bias"].any()
 
 
-def test_init_params_takes_values_then_the_initializer_then_the_networks_own(caplog: pytest.LogCaptureFixture) -> None:
-    with Module(linear(), context=CONTEXTS[:2]) as module:
-        module.init_params("one", arg_params={"bias": torch.full((3,), 5.0)}, allow_missing=True)
-        assert torch.equal(module.get_params()["weight"], torch.ones(3, 2))
-        assert torch.equal(module.get_params()["bias"], torch.full((3,), 5.0))
-        module.init_params("zeros")
-        assert "init_params() is ignored" in caplog.text
-        assert module.get_params()["weight"].any()
-        module.init_params("zeros", force_init=True)
-        assert not module.get_params()["weight"].any()
-
-
 # -- batch statistics, random layers, modes -------------------------------------------------------------------------
 
 
