@@ -92,7 +92,6 @@ LOSSES = {
     "MoE language model": Row("moe_lm"),
     # FSDP2 itself fails if an expert runs on some ranks alone.
     "MoE, experts run without tokens": Row("moe_lm", (("if len(rows):", "if True:"),), wrappers=("fsdp2",)),
-    "detector, frozen BatchNorm": Row("detector"),
     "DETR criterion": Row("detr"),
     "packed sequences": Row("packed", wrappers=BOTH),
 }
