@@ -17,7 +17,7 @@ from gangline.bench.driver.rank_group import RankGroup
 from gangline.bench.workload.collective_shapes import COLLECTIVES, IN_PLACE, bus_factor
 from gangline.bench.workload.options import DataType, ReduceOp
 from gangline.cli.bench import bench
-from tests.bench.test_benches import NO_MPI, rows_of
+from tests.bench.test_benches import rows_of
 
 ROW = {
     *("who", "collective", "transport", "ranks", "size", "count", "dtype", "redop", "in_place", "registered"),
@@ -93,19 +93,6 @@ def test_gloo_computes_what_is_expected_of_every_op(gloo: RankGroup) -> None:
     for op in ("product", "min", "max"):
         for dtype in ("float32", "int64", "uint8"):
             assert wrong(gloo, options("all_reduce", 3, dtype=dtype, op=op)) == [0, 0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not installed.collective_ranks("mpi", 2), reason=NO_MPI)
-def test_each_mpi_computes_what_is_expected_and_ends() -> None:
-    for candidate in installed.collective_ranks("mpi", 2):
-        if "none" in candidate.setting or "PIN=0" in candidate.setting:
-            with RankGroup(candidate) as group:
-                for collective in COLLECTIVES:
-                    for in_place in IN_PLACE.get(collective, (False,)):
-                        assert wrong(group, options(collective, 2, in_place=in_place, root=1)) == [0, 0]
-                (pid,) = group._processes.pids.values()
-            assert not Path(f"/proc/{pid}").exists()
 
 
 def test_bus_bandwidth_is_nccl_tests() -> None:

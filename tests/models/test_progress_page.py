@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import threading
-import time
 from contextlib import nullcontext
 from functools import partial
 from html.parser import HTMLParser
@@ -20,11 +19,10 @@ import torch
 from measure import labelled, mlp
 from torch import nn
 
-from gangline import Context, Module, Work, cpu, spawn, split_batch
+from gangline import Context, Module, cpu, spawn, split_batch
 from gangline.callback import Checkpoint, Speedometer
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
-from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports import record as records
 from gangline.models.reports.page import FORMAT, TrainingProgress, drawn, read_progress
@@ -414,32 +412,6 @@ def test_a_record_can_be_restored_from_its_data() -> None:
     assert again.splits == record.splits[:1]
     del data["splits"]  # as in an older page
     assert Record.from_data(data).splits == []
-
-
-# -- waiting ---------------------------------------------------------------------------------------------------------
-
-
-def test_waiting_time_includes_waits_for_the_store_which_one_context_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[float] = []
-    pull = LocalStore.pull_bucket
-
-    def pull_late(*arguments: Any, **options: Any) -> Work:
-        began = time.perf_counter()
-        threading.Event().wait(0.02)
-        held.append(time.perf_counter() - began)
-        return pull(*arguments, **options)
-
-    data, label = arrays(8)
-    with module_on([1, 1]) as module:
-        module.forward_backward_update(data, label)
-        first = module.seconds_waiting
-        monkeypatch.setattr(LocalStore, "pull_bucket", pull_late)
-        for _ in range(3):
-            module.forward_backward_update(data, label)
-        assert module.seconds_waiting - first >= sum(held) > 0
-    with module_on([1]) as module:
-        module.forward_backward_update(data, label)
-        assert module.seconds_waiting == 0.0
 
 
 # -- several workers -------------------------------------------------------------------------------------------------
