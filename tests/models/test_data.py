@@ -384,6 +384,9 @@ def test_digits_are_the_real_images_with_a_stratified_fifth_held_out() -> None:
     held = torch.bincount(held_out_labels, minlength=10)
     assert torch.equal(held + torch.bincount(train_labels, minlength=10), of_class)
     assert (held - of_class / 5).abs().max() <= 0.5
+    own_size = digits((1, 8, 8), torch.float64, seed=0)  # the pixels as stored
+    everything = torch.cat([own_size.train[0], own_size.validation[0]])
+    assert rows(everything) == rows(raw_digits()[0].unsqueeze(1).double() / 16)
 
 
 def test_the_bundled_digits_are_those_of_scikit_learn() -> None:
