@@ -84,15 +84,6 @@ def _same_random_numbers_and_settings() -> Iterator[None]:
     assert after == before
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one torch thread in a file whose tensors are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=["late", "early", "random 1", "random 2", "random 3"])
 def stream_order(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a test of simulated GPUs with side streams that run late, early, or either by chance."""

@@ -30,8 +30,7 @@ def test_every_new_tensor_names_its_device() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
-@pytest.mark.parametrize("way", [module, trainer, sparse])
+@pytest.mark.parametrize(("way", "store"), [(module, "device"), (trainer, "local"), (sparse, "device")])
 def test_contexts(way: Callable[[str], Weights], store: str) -> None:
     check(partial(way, store), partial(way, store))
 

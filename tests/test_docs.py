@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ LAUNCHING = [
     )
 ]
 
-LONG = {"images", "monitoring", "clusters", "devices", "own-network", "backend"}
+LONG = {"images", "monitoring", "clusters", "coming-from-mxnet", "devices", "own-network", "backend"}
 """Pages whose examples train or start processes."""
 
 
@@ -86,10 +87,12 @@ def test_files_and_methods_that_a_page_names_exist(name: str) -> None:
     folders = {word for word in words if re.fullmatch(r"([\w-]+/)+", word)} - {"site/", "dist/"}  # are built
     existing = {f"/{source.parent.relative_to(ROOT)}/" for source in SOURCES}
     assert not [folder for folder in folders if not any(one.endswith(f"/{folder}") for one in existing)]
-    sources = [source.read_text() for source in SOURCES]
+    code: defaultdict[str, str] = defaultdict(str)  # of the files of each class
+    for source in (source.read_text() for source in SOURCES):
+        for owner in re.findall(r"^class (\w+)", source, re.MULTILINE):
+            code[owner] += source
     for owner, method in {tuple(word.split(".")) for word in words if re.fullmatch(r"_?[A-Z][a-z]\w*\.\w+", word)}:
-        code = "".join(source for source in sources if re.search(rf"^class {owner}\b", source, re.MULTILINE))
-        assert re.search(rf"^    def {method}\(", code, re.MULTILINE), f"{owner}.{method}"
+        assert re.search(rf"^    def {method}\(", code[owner], re.MULTILINE), f"{owner}.{method}"
     if name == "docs/architecture.md":
         assert len(files) > 60
         assert len(folders) > 25
@@ -119,70 +122,6 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     reference = "".join(page.read_text() for page in (tmp_path / "site" / "reference").rglob("index.html"))
     anchors = set(re.findall(r'id="gangline\.[\w.]*?(\w+)"', reference))
     assert set(gangline.__all__) - {"callback", "data", "torch_backend", "transfer"} <= anchors  # these are modules
-
-
-# -- the reader of pages ----------------------------------------------------------------------------------------------
-
-PAGE = """\
-Text.
-
-```text
-not = code
-```
-
-```python
-# folder/script.py
-import os, sys
-print(sys.argv[1:], os.environ["WORD"], __name__)
-```
-
-```console
-# two commands follow
-WORD=two python folder/script.py \\
-    --flag "a b"    # no command
-WORD=three gangline launch -n 1 -- python folder/script.py
-```
-
-```python
-number = 6
-```
-
-```python
-print(number * 7)
-```
-"""
-
-
-def test_blocks_run_in_order_and_a_named_one_is_a_file(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    assert [(block.language, block.line) for block in printed.blocks(PAGE)] == [
-        ("text", 4),
-        ("python", 8),
-        ("console", 14),
-        ("python", 21),
-        ("python", 25),
-    ]
-    folder = tmp_path / "run"
-    folder.mkdir()
-    [outputs] = spawn(printed.run_page, 1, str(page), str(folder), False, threads=1)
-    assert outputs == ["['--flag', 'a b'] two __main__\n", "", "42\n"]
-    assert [path.name for path in (folder / "folder").glob("*.py")] == ["script.py"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("```python\n1 / 0\n```\n", "page.md, line 2 failed:\n(.|\n)*ZeroDivisionError"),
-        ("a\n\n```console\ngangline nosuch\n```\n", "page.md, line 4, gangline nosuch left with 2:\n(.|\n)*nosuch"),
-        ("```python\nimport warnings\nwarnings.warn('old')\n```\n", "UserWarning: old"),
-    ],
-)
-def test_an_error_names_page_and_line(text: str, message: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    with pytest.raises(RuntimeError, match=message):
-        spawn(printed.run_page, 1, str(page), str(tmp_path), False, threads=1)
 
 
 def test_the_page_of_environment_variables_is_complete() -> None:

@@ -16,7 +16,6 @@ from language_model import main as train_language_model
 from gangline import Communicator, cpu, spawn
 from gangline.launcher.job import free_ports
 from gangline.trials import sweep
-from tests.kvstore.parameter_server.processes import run_job
 
 ROOT = Path(__file__).parent.parent
 PLAIN, TRAINER = (ROOT / "docs" / "examples" / name for name in ("plain_loop.py", "with_trainer.py"))
@@ -38,11 +37,6 @@ def alone(_: Communicator, path: str) -> tuple[Weights, str]:
 
 def in_job(comm: Communicator, path: str, port: int) -> Weights:
     os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return trained(path)
-
-
-def with_servers(path: str) -> Weights:
-    os.environ.update(RANK=os.environ["DMLC_WORKER_ID"], WORLD_SIZE=os.environ["DMLC_NUM_WORKER"])
     return trained(path)
 
 
@@ -89,19 +83,6 @@ def test_workers_over_collectives_give_the_weights_of_one(one: tuple[Weights, st
     [port] = free_ports(1)
     for weights in spawn(in_job, 3, str(TRAINER), port, threads=1):
         assert distance(weights, one[0]) < 1e-11
-
-
-def test_workers_over_servers_give_the_weights_of_one(tmp_path: Path, one: tuple[Weights, str]) -> None:
-    script = tmp_path / "over_servers.py"
-    script.write_text(TRAINER.read_text().replace('"allreduce"', '"dist_sync"'))
-    for weights in run_job(with_servers, 2, 1, str(script)):
-        assert distance(weights, one[0]) < 1e-11
-
-
-def test_without_a_store_workers_train_apart() -> None:
-    [port] = free_ports(1)
-    first, second = spawn(in_job, 2, str(PLAIN), port, threads=1)
-    assert distance(first, second) > 1e-3
 
 
 def test_scalars_of_a_run_are_written_for_tensorboard(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from typer.testing import CliRunner
 from gangline.bench.device_group import run
 from gangline.bench.driver import installed
 from gangline.bench.report.output import command_line
-from gangline.bench.scaling import measure as measure_workers
-from gangline.bench.scaling import speedups
 from gangline.bench.training import measure
-from gangline.bench.workload.networks import bytes_of, context_words, distinct_devices, parameter_shapes
+from gangline.bench.workload.networks import bytes_of, context_words, parameter_shapes
 from gangline.cli.bench import bench
 
 SPREAD = {"who", "p50", "p99", "max", "runs"}
@@ -117,6 +115,8 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         (["all_to_all", "--algo", "ring"], "all_to_all has no algorithm 'ring'"),
         (["broadcast", "--root", "2"], "--root is 2; expected a rank below 2"),
         (["reduce", "-b", "1K", "-e", "8"], "-b 1K is above -e 8"),
+        (["reduce", "-b", "0"], "-b is '0'"),
+        (["reduce", "-e", "4X"], "-e is '4X'"),
         (["all_reduce", "--hosts", "3"], "--hosts is 3; expected at most one for each of 2 ranks"),
         (["all_gather", "--ranks", "2,x"], "--ranks is '2,x'; expected numbers above 0 with commas"),
         (["tune", "--transports", "pigeon"], "--transports has 'pigeon'"),
@@ -144,19 +144,6 @@ def test_wrong_options_are_errors_before_anything_is_measured(words: list[str], 
     done = CliRunner().invoke(bench, words)
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
-
-
-def test_contexts_are_cpus_or_the_first_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert context_words(None, None, default=(2, 4)) == {2: "cpu(0),cpu(1)", 4: "cpu(0),cpu(1),cpu(2),cpu(3)"}
-    assert context_words("3,1,3", None, default=(2,)) == {3: "cpu(0),cpu(1),cpu(2)", 1: "cpu(0)"}
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert context_words(None, "1,1,0", default=(2, 4)) == {3: "gpu(1),gpu(1),gpu(0)"}
-    assert context_words(None, "1,0", default=(1, 2)) == {1: "gpu(1)", 2: "gpu(1),gpu(0)"}
-    assert context_words("2", "1,1,0", default=(1, 2)) == {2: "gpu(1),gpu(1)"}
-    with pytest.raises(ValueError, match="asks for 3, but --gpus 0,1 names 2"):
-        context_words("3", "0,1", default=(1, 2))
-    lists = ("cpu(0),cpu(1)", "gpu(1),gpu(1)", "gpu(0),gpu(1),cpu(0)")
-    assert [distinct_devices(words) for words in lists] == [1, 1, 3]
 
 
 def test_the_recorded_command_leaves_output_files_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,38 +230,11 @@ def test_each_side_has_a_row_for_each_number_of_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_peers_and_without_one_worker_there_is_nothing_to_compare_with() -> None:
-    (row,) = measure_workers("mlp", 3, [2], ["allreduce"], [], runs=2, run_seconds=0.0)
-    assert (row["batch_size"], row["runs"], row["efficiency"]) == (6, 2, None)
-    assert "ratio_to_ddp" not in row
-    assert list(speedups([row])) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", ["--same-batch", "--scale-batch"])
-def test_each_number_of_workers_has_a_row(tmp_path: Path, scale: str) -> None:
-    small = ("--network", "mlp", "--freeze-until", "fc2", "--epochs", "2", "--batch-size", "8", "--lr", "0.01")
-    words = ("training", "--transfer", "--workers", "1,2", *small, scale)
-    rows, printed = rows_of(tmp_path / "rows.json", *words)
-    assert [(row["workers"], row["runs"]) for row in rows] == [(1, 2), (2, 2)]
-    for row in rows:
-        assert set(row) >= TRANSFER
-        factor = row["workers"] if scale == "--scale-batch" else 1
-        assert (row["batch_size"], row["learning_rate"]) == (8 * factor, pytest.approx(0.01 * factor))
-        assert row["samples_per_s"] == row["p50"] > 0
-        assert row["accuracy"] > 0.3  # a tenth is known by chance
-        assert row["efficiency"] == pytest.approx(row["p50"] / rows[0]["p50"] / row["workers"])
-        assert row["seconds"] > 0
-    if scale == "--same-batch":  # the same weights but for rounding, and so the same of 360 images are known
-        assert rows[1]["accuracy"] == pytest.approx(rows[0]["accuracy"], abs=1.5 / 359)
-    assert "accuracy" in printed
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_alexnet_moves_to_ten_classes(tmp_path: Path) -> None:
     words = ("training", "--transfer", "--workers", "1,2", "--epochs", "3", "--batch-size", "16", "--same-batch")
     rows, _ = rows_of(tmp_path / "rows.json", *words)
     assert {row["network"] for row in rows} == {"alexnet"}
+    assert all(set(row) >= TRANSFER for row in rows)
     assert rows[0]["accuracy"] > 0.5
     assert rows[1]["accuracy"] == pytest.approx(rows[0]["accuracy"], abs=0.02)

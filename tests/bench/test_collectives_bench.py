@@ -7,21 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import pytest
 from typer.testing import CliRunner
 
 from gangline.bench.collectives import Sweep
 from gangline.bench.driver import installed
 from gangline.bench.driver.processes import Candidate
-from gangline.bench.driver.rank_group import GroupError, RankGroup
-from gangline.bench.peers import checks
+from gangline.bench.driver.rank_group import RankGroup
 from gangline.bench.workload.collective_shapes import COLLECTIVES, IN_PLACE, bus_factor
 from gangline.bench.workload.options import DataType, ReduceOp
-from gangline.bench.workload.sizes import counts, sizes_between
 from gangline.cli.bench import bench
-from tests.bench.test_benches import NO_MPI, rows_of
+from tests.bench.test_benches import rows_of
 
 ROW = {
     *("who", "collective", "transport", "ranks", "size", "count", "dtype", "redop", "in_place", "registered"),
@@ -76,17 +72,6 @@ def gloo() -> Iterator[RankGroup]:
         yield group
 
 
-def test_a_rank_sleeps_and_has_forgotten_what_was_released(alone: Candidate) -> None:
-    with RankGroup(alone) as group:
-        group.prepare(options(), "a")
-        (pid,) = group._processes.pids.values()
-        while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:  # it may still be sending the answer
-            pass
-        group.release()
-        with pytest.raises(GroupError, match="alone, rank 0 failed: KeyError: 'a'"):
-            group.seconds(5, "a")
-
-
 def test_each_damaged_element_is_counted(alone: Candidate) -> None:
     with RankGroup(alone) as group:
         assert wrong(group, options(damaged=[0, 17, 999])) == [3]
@@ -108,59 +93,6 @@ def test_gloo_computes_what_is_expected_of_every_op(gloo: RankGroup) -> None:
     for op in ("product", "min", "max"):
         for dtype in ("float32", "int64", "uint8"):
             assert wrong(gloo, options("all_reduce", 3, dtype=dtype, op=op)) == [0, 0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not installed.collective_ranks("mpi", 2), reason=NO_MPI)
-def test_each_mpi_computes_what_is_expected_and_ends() -> None:
-    for candidate in installed.collective_ranks("mpi", 2):
-        if "none" in candidate.setting or "PIN=0" in candidate.setting:
-            with RankGroup(candidate) as group:
-                for collective in COLLECTIVES:
-                    for in_place in IN_PLACE.get(collective, (False,)):
-                        assert wrong(group, options(collective, 2, in_place=in_place, root=1)) == [0, 0]
-                (pid,) = group._processes.pids.values()
-            assert not Path(f"/proc/{pid}").exists()
-
-
-def test_expected_results_in_closed_form() -> None:
-    index = np.arange(4)
-    base = {"op": "sum", "dtype": "int64", "root": 2, "count": 2}
-    assert checks.collective_input({**base}, 3, 1, index).tolist() == [1, 4, 7, 10]
-
-    def of(collective: str, own: int = 1, **more: Any) -> Any:
-        return checks.collective_result({**base, "collective": collective, **more}, 3, own, index)[0].tolist()
-
-    assert of("all_reduce") == of("reduce") == [3, 12, 21, 30]
-    assert of("all_reduce", op="max") == [2, 5, 8, 11]
-    assert of("all_reduce", op="mean", dtype="float64") == [1, 4, 7, 10]
-    assert of("all_reduce", op="product", dtype="float64") == [6, 6, 6, 6]
-    assert of("reduce_scatter") == [21, 30, 39, 48]
-    assert of("broadcast") == [2, 5, 8, 11]
-    assert of("sendrecv") == [0, 3, 6, 9]
-    assert of("all_gather") == of("gather") == [0, 3, 1, 4]
-    assert of("all_to_all") == [6, 9, 7, 10]
-    assert of("scatter") == [8, 11, 14, 17]
-    index = np.array([100])  # 300, 301 and 302, of which int8 holds 44, 45 and 46
-    assert of("all_reduce", dtype="int8") == [44 + 45 + 46 - 256]
-    assert of("all_reduce", dtype="int8", op="max") == [46]
-    assert [checks.has_result({"collective": "gather", "root": 2}, own) for own in range(3)] == [False, False, True]
-
-
-def test_sizes_and_counts() -> None:
-    assert sizes_between("8", "64", 2) == [8, 16, 32, 64]
-    assert sizes_between("1K", "1M", 32) == [1024, 32768, 1 << 20]
-    assert sizes_between("4", "5", 2) == [4]
-    assert sizes_between("8", "256M", 2)[-1] == 256 << 20
-    for words, message in ((("0", "4"), "-b is '0'"), (("8", "4X"), "-e is '4X'")):
-        with pytest.raises(ValueError, match=message):
-            sizes_between(*words, 2)
-    assert counts("2, 4,2", "--ranks") == [2, 4]
-    all_gather = options("all_gather", 4, 100)
-    assert (all_gather["count"], all_gather["inputs"], all_gather["outputs"]) == (6, 6, 24)
-    all_to_all = options("all_to_all", 4, 100)
-    assert (all_to_all["count"], all_to_all["inputs"], all_to_all["outputs"]) == (6, 24, 24)
-    assert options("reduce_scatter", 4, 15)["count"] == 0
 
 
 def test_bus_bandwidth_is_nccl_tests() -> None:
@@ -210,27 +142,3 @@ def test_every_collective_runs_and_is_right(collective: str, tmp_path: Path) -> 
     rows, _ = rows_of(tmp_path / "rows.json", *words, "--root", "1")
     assert len(rows) == 4 * len(IN_PLACE.get(collective, (False,)))
     assert {(row["who"], row["wrong"]) for row in rows} == {("gangline", 0)}
-
-
-def test_mpi_is_each_of_its_kinds_or_skipped_with_how_to_install_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(installed, "_ROOT", tmp_path)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    assert installed.available_peers("gloo,mpi", "ranks") == ["gloo"]
-    assert "skipping mpi: none of .peers/mpi, .peers/mpich and .peers/impi exists; install them with `make peers`" in (
-        capsys.readouterr().err
-    )
-    programs = ("mpi/bin/python", "mpich/bin/python", "mpich/bin/mpiexec", "impi/bin/python", "impi/bin/mpiexec.hydra")
-    for path in programs:
-        (tmp_path / ".peers" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / ".peers" / path).touch()
-    assert installed.available_peers("gloo,mpi", "ranks") == ["gloo", "mpi"]
-    found = [(Path(each.launcher[0]).name, each.setting) for each in installed.collective_ranks("mpi", 2)]
-    assert [name for name, _ in found[::2]] == ["mpirun.openmpi", "mpiexec", "mpiexec.hydra"]
-    assert found[:2] == [("mpirun.openmpi", "--bind-to none"), ("mpirun.openmpi", "--bind-to core")]
-    assert [each.setting for each in installed.collective_ranks("mpi", 3)][:2] == ["--bind-to none", "-bind-to none"]
-    assert installed.collective_ranks("gangline", 1)[0].env == {"OMP_NUM_THREADS": "2"}
-    assert installed.collective_ranks("gangline", 4)[0].env == {"OMP_NUM_THREADS": "1"}
-    assert installed.collective_ranks("gloo", 2, "backend")[0].path.parent.name == "backend"

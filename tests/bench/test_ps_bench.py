@@ -20,7 +20,7 @@ from gangline.bench.driver.rank_group import GroupError, RankGroup
 from gangline.bench.parameter_server import Case, measure
 from gangline.bench.peers.checks import pushed_value
 from gangline.bench.peers.serve import Server
-from gangline.bench.workload.options import Compression, DistStore, ServerTransport
+from gangline.bench.workload.options import Compression, ServerTransport
 from gangline.cli.bench import bench
 
 FIELDS = {"who", "mode", "transport", "size", "time_us", "gb_per_s", "workers", "servers", "call", "error"}
@@ -69,12 +69,6 @@ def test_compressed_pushes_stand_beside_plain_ones(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_async_stores_are_summed_exactly_too() -> None:
-    rows = measure(Case("40000", "40000", workers=3, store=DistStore.dist_async, pushpull=True, runs=1))
-    assert [(row["mode"], row["workers"], row["error"]) for row in rows] == [("dist_async", 3, 0)] * 2
-
-
-@pytest.mark.slow
 @NAMESPACES
 def test_jobs_over_two_hosts_have_a_row_and_the_hosts_are_removed() -> None:
     (row,) = measure(Case("4096", "4096", workers=1, hosts=2, rate="100mbit", runs=1))
@@ -85,12 +79,6 @@ def test_jobs_over_two_hosts_have_a_row_and_the_hosts_are_removed() -> None:
 def job(workers: int, store: str = "dist_sync") -> RankGroup:
     env = {"BENCH_STORE": store, "OMP_NUM_THREADS": "1"}
     return RankGroup(Candidate("parameter_server/gangline", workers, 1, env=env, server_code=SERVER))
-
-
-@pytest.mark.slow
-def test_a_store_that_cannot_be_created_is_reported() -> None:
-    with pytest.raises(GroupError, match="gangline did not start: ValueError: there is no store"):
-        job(2, "nosuch")
 
 
 @pytest.mark.slow

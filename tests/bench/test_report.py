@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from gangline.bench.report.compare import ratios
 from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import spread
-from gangline.bench.report.tables import format_number, format_seconds, format_size, print_table
 from gangline.cli.bench import bench
 
 MACHINE = {"cpu": "x", "cores": 2}
@@ -115,19 +114,3 @@ def test_unwritable_outputs_are_errors_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(RuntimeError, match=r'pip install "gangline\[bench\]"'):
         check_outputs(None, tmp_path / "a.png")
-
-
-def test_values_have_units_and_no_exponents() -> None:
-    assert [format_size(nbytes) for nbytes in (4, 16384, 1 << 18, 5 << 29)] == ["4 B", "16 KiB", "256 KiB", "2.5 GiB"]
-    assert [format_seconds(seconds) for seconds in (4.28e-3, 48.34e-6, 34.4)] == ["4.28 ms", "48.3 us", "34.4 s"]
-    assert [format_number(value) for value in (53510.0, 0.003, 12.3456, 0.0)] == ["53,510", "0.003", "12.35", "0"]
-
-
-def test_constant_fields_are_in_the_title_and_empty_ones_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("gangline bench x", [row("gangline", 0.5), row("mxnet 1.9.1", 1.0)])
-    title, constant, head, first, second, legend = capsys.readouterr().out.splitlines()
-    assert (title, constant) == ("# gangline bench x", "# store local, contexts 2, error 0, 3 runs")
-    assert head.split() == ["time", "GB/s", "per", "device", "min..max"]
-    assert first.split() == ["gangline", "500", "ms", "0.2", "250", "ms..1", "s~"]
-    assert second.split() == ["mxnet", "1.9.1", "1", "s", "0.1", "500", "ms..2", "s~"]
-    assert legend == "# ~ noisy: min..max is over 30 % of the median"

@@ -1,11 +1,7 @@
-"""Causes of slow training that are built into jobs, and the verdicts of `gangline advise` on them.
-
-``python -m tests.cli.advise_causes --runs 20`` prints how often each cause is named.
-"""
+"""Causes of slow training that are built into jobs, and the verdicts of `gangline advise` on them."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -14,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -142,20 +137,3 @@ CAUSES: dict[str, tuple[Callable[[], Verdict], set[Verdict]]] = {
     "a slow link": (slow_link, {("communication", "")}),
 }
 """Function that runs a job with each cause, and the verdicts that name it."""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--causes", default=",".join(CAUSES))
-    options = parser.parse_args()
-    for name in options.causes.split(","):
-        run, expected = CAUSES[name]
-        verdicts = Counter(run() for _ in range(options.runs))
-        named = sum(count for verdict, count in verdicts.items() if verdict in expected)
-        others = {verdict: count for verdict, count in verdicts.items() if verdict not in expected}
-        print(f"{name:<32} {named} of {options.runs}", others or "", flush=True)
-
-
-if __name__ == "__main__":
-    main()

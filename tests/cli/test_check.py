@@ -90,7 +90,7 @@ def test_all_checks_run_and_print_a_line_each() -> None:
     ("size", "expected"),
     [
         ("64k", (1, "broken", "cannot write 1.0 MiB: No space left on device, 64 KiB of 64 KiB free")),
-        ("64m", (0, "warn", "64.0 MiB of 64.0 MiB free")),  # as Docker has it
+        pytest.param("64m", (0, "warn", "64.0 MiB of 64.0 MiB free"), marks=pytest.mark.slow),  # as Docker has it
     ],
 )
 def test_a_full_or_small_dev_shm_is_named(size: str, expected: tuple[int, str, str]) -> None:
@@ -100,7 +100,7 @@ def test_a_full_or_small_dev_shm_is_named(size: str, expected: tuple[int, str, s
     assert "docker run --shm-size 8g" in finding["remedy"]
 
 
-@pytest.mark.parametrize(("length", "status"), [(75, "ok"), (76, "warn")])
+@pytest.mark.parametrize(("length", "status"), [pytest.param(75, "ok", marks=pytest.mark.slow), (76, "warn")])
 def test_a_tmpdir_too_long_for_the_sockets_of_data_workers_is_named(
     length: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_every_option_has_a_help_text() -> None:
         assert [one.name for one in command.params if not one.help] == [], name
 
 
+@pytest.mark.slow
 def test_env_reports_what_a_bug_report_needs() -> None:
     report = json.loads(CliRunner().invoke(app, ["env", "--json", "-"]).stdout)
     assert report["versions"]["torch"].startswith("2.")
@@ -113,17 +114,6 @@ def test_an_error_in_code_of_the_user_shows_where(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "# a wrong shape" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("gangline: ")
-
-
-@pytest.mark.slow
-def test_a_users_own_models_package_builds_the_network(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").write_text("")
-    (tmp_path / "models" / "nets.py").write_text(
-        "import torch\n\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
-    )
-    words = ["train", "--network", "models.nets:build", "--num-epochs", "1", "--cpus", "1", "--image-shape", "1,28,28"]
-    assert python("-m", "gangline", *words, cwd=tmp_path, code=0).stdout.startswith("Validation-accuracy=")
 
 
 def test_wrong_usage_ends_with_2(monkeypatch: pytest.MonkeyPatch) -> None:

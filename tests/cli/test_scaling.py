@@ -84,18 +84,6 @@ def test_the_batch_size_from_which_devices_win_is_measured_and_not_only_extrapol
     assert max(measured) <= 2048
 
 
-def test_devices_that_never_win_are_measured_at_the_largest_batch_size_once() -> None:
-    measured: list[int] = []
-
-    def measure(count: int, size: int) -> tuple[float, float]:
-        measured.append(size)
-        return size, count * 1e-6 * size
-
-    fits = [StepTimes(count, ((8, count * 8e-6), (64, count * 64e-6))) for count in (1, 2)]
-    assert refined(fits, measure, 2048)[1].wins_from(fits[:1]) is None
-    assert measured == [2048, 2048]
-
-
 @pytest.mark.parametrize(("size", "least"), [(1, 1), (2, 4), (64, 2)])
 def test_a_prediction_is_made_from_two_sizes_or_more_that_give_each_device_a_sample(size: int, least: int) -> None:
     sizes = fitted_sizes(size, least)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ import pytest
 TRAIN = [sys.executable, "-m", "gangline", "train", "--network", "mlp", "--cpus", "1", "--num-epochs", "100000"]
 
 
-def stopped(number: signal.Signals, folder: Path, *words: str, before: Sequence[str] = ()) -> tuple[int, str, str]:
+def stopped(number: signal.Signals, folder: Path, *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a training that gets a signal in its second epoch."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        [*before, *TRAIN, *words],
+        [*TRAIN, *words],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -50,14 +49,3 @@ def test_a_signal_without_a_prefix_is_reported_as_a_signal(tmp_path: Path) -> No
     code, out, err = stopped(signal.SIGTERM, tmp_path)
     assert (code, out) == (128 + signal.SIGTERM, ""), err
     assert "no checkpoint was written" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["allreduce", "dist_sync"])
-def test_a_launched_job_ends_with_75_if_all_workers_wrote_a_checkpoint(store: str, tmp_path: Path) -> None:
-    servers = "0" if store == "allreduce" else "1"
-    launch = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", servers, "--grace", "60", "--"]
-    words = ["--kv-store", store, "--model-prefix", "net"]
-    code, out, err = stopped(signal.SIGTERM, tmp_path, *words, before=launch)
-    assert (code, out) == (75, ""), err
-    assert list(tmp_path.glob("net-*.safetensors"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from gangline import in_process
 from gangline.doctor import gpus, links
 from gangline.doctor.finding import Check, Outcome, Status, findings_of, run
 from gangline.doctor.job import job
-from gangline.doctor.links import LinkReport, answer, findings_of_links, measure, reach, rounds_of_pairs
+from gangline.doctor.links import LinkReport, findings_of_links, reach, rounds_of_pairs
 from gangline.doctor.this_host import finding_of_nccl
 from tests.collectives.firewall import drop_tcp
 from tests.collectives.processes import Processes, Rank
@@ -197,19 +195,6 @@ def test_rounds_use_each_host_once_and_each_link_once(count: int) -> None:
     assert sorted(pair for pairs in rounds for pair in pairs) == sorted(permutations(range(count), 2))
 
 
-def test_a_link_is_measured_by_send_and_recv() -> None:
-    link = LinkReport(0, 1, "127.0.0.1")
-    first, second = in_process(2)
-    with first, second, ThreadPoolExecutor(1) as thread:
-        answered = thread.submit(answer, second, 0)
-        measure(first, link, 1)
-        answered.result()
-    assert link.problem == ""
-    assert link.bytes_per_s > 0
-    assert 0 < link.latency < 1
-    assert abs(link.skew) < 1
-
-
 def test_a_closed_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -269,16 +254,11 @@ def test_a_check_that_dies_is_broken_with_its_last_words() -> None:
 # GPUs
 
 
+@pytest.mark.slow
 def test_collectives_of_torch_between_processes() -> None:
     result = gpus.nccl(60, "gloo", 2)
     assert (result["ranks"], result["wrong"]) == (2, [])
     assert result["gb_per_s"] > 0
-
-
-def test_a_copy_is_timed_and_compared() -> None:
-    seconds, is_equal = gpus.timed_copy(torch.arange(1000), torch.device("cpu"))
-    assert seconds > 0
-    assert is_equal
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,3 @@ def test_access_between_gpus_is_in_the_table_and_in_json(
     _, first, second = map(asdict, device_table())
     assert (first["context"], first["peers"]) == ("gpu(0)", {"gpu(1)": "P2P"})
     assert second["memory_free"] == 1 << 30
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is shown where there is no GPU; here is one")
-def test_without_a_gpu_only_the_host_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    (host,) = device_table()
-    assert host.context == "cpu(0)"
-    show_devices([host])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("└")
-    names = ["context", "name", "memory_free", "memory_total"]
-    assert [name for name, value in asdict(host).items() if value is not None] == names

@@ -16,22 +16,14 @@ import psutil
 import pytest
 import torch
 
-if importlib.util.find_spec("ray") is None:
-    pytest.skip('needs ray: pip install "ray[train,tune]"', allow_module_level=True)
-
-import ray
-from ray.cluster_utils import Cluster
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-
 from gangline import Module, cpu
 from gangline.callback import Checkpoint
-from gangline.integrations.ray_train import GanglineConfig
 from tests.kvstore.test_launch import MARK, marked
 from tests.kvstore.test_trainer_dist import OPTIMIZERS, SIZES, network, plain_loop
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs ray: pip install "ray[train,tune]"'),
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
 ]  # Ray's own
@@ -40,6 +32,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """Start two nodes of one core each; check at the end that none of their processes is left."""
+    import ray
+    from ray.cluster_utils import Cluster
+
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     mark = os.environ[MARK] = uuid.uuid4().hex
     node = {"num_cpus": 1, "object_store_memory": 80 << 20}
@@ -79,6 +74,11 @@ def names_of(mark: str) -> list[str]:
 
 def run(loop: Callable[[dict[str, Any]], None], folder: Path, failures: int = 0, **config: object) -> None:
     """Call a loop in a worker on each node."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from gangline.integrations.ray_train import GanglineConfig
+
     TorchTrainer(
         loop,
         train_loop_config={"folder": str(folder), **config},
@@ -91,6 +91,8 @@ def run(loop: Callable[[dict[str, Any]], None], folder: Path, failures: int = 0,
 
 
 def train(config: dict[str, Any]) -> None:
+    import ray
+
     torch.set_num_threads(1)
     rank, node = torch.distributed.get_rank(), ray.get_runtime_context().get_node_id()
     assert torch.distributed.get_backend() == "gangline"
@@ -147,6 +149,7 @@ def test_a_run_with_a_killed_worker_resumes_from_its_checkpoint(cluster: str, tm
 
 
 def test_the_example_of_ray_tune_finds_the_better_rate(cluster: str, tmp_path: Path) -> None:
+    import ray
     import sweep_ray_tune
 
     ray.cloudpickle.register_pickle_by_value(sweep_ray_tune)  # the nodes do not have the file

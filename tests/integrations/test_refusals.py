@@ -28,23 +28,6 @@ def prepared(loader: DataLoader[Any], **options: Any) -> Any:
     return prepare_data_loader(loader, device=torch.device("cpu"), num_processes=2, process_index=1, **options)
 
 
-def test_a_loader_of_accelerate_is_taken_apart() -> None:
-    pytest.importorskip("accelerate")
-    plain = DataLoader(range(10), 4, shuffle=True, drop_last=True)
-    assert unprepared(plain) is None
-    found = unprepared(prepared(plain))
-    assert (found.loader.batch_size, found.loader.drop_last, found.global_batch) == (4, True, None)
-    assert found.loader.sampler is plain.sampler
-    joined = unprepared(prepared(plain, split_batches=True))
-    assert (joined.loader.batch_size, joined.global_batch) == (4, 4)
-    own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))
-    kept = unprepared(prepared(own))
-    assert kept.loader.batch_sampler is own.batch_sampler
-    stream = unprepared(prepared(DataLoader(Stream(), 4), split_batches=True))
-    assert isinstance(stream.loader.dataset, Stream)
-    assert (stream.loader.batch_size, stream.global_batch) == (4, 4)
-
-
 def test_loaders_of_accelerate_that_share_batches_out_themselves_are_refused() -> None:
     pytest.importorskip("accelerate")
     with pytest.raises(ValueError, match=r"DataLoaderDispatcher.*dispatch_batches=False"):

@@ -8,16 +8,11 @@ runs each sender's share by itself and rounds in the same places.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import shutil
-import signal
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
-from multiprocessing.connection import Client, Connection, Listener
+from itertools import count, cycle, islice
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -33,13 +28,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
-from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, split_batch, torch_backend
+from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, split_batch
+from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import StallError
-from gangline.collectives.processes.spawning import Ranks
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.reducer import reducer
 from gangline.models.random_streams import mixed_seed
 from gangline.models.sample_dropout import SampleDropout
+from tests.collectives.processes import Processes, Rank, join_group
 
 FEATURES, WIDTH, CLASSES, WORDS = 6, 8, 4, 9
 THRESHOLDS = {"clip_gradient": 0.02, "clip_norm": 0.1, "clip_global_norm": 0.15}
@@ -603,57 +599,26 @@ def by_store(case: Case, store: KVStore) -> State:
 # Jobs that run one case after another
 
 
-def serve(communicator: Communicator, folder: str) -> None:
-    """Run the cases that the parent process sends to this rank, in a job of gangline and of torch.distributed."""
-    assert torch_backend
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=communicator.rank, world_size=communicator.size
-    )
-    with Client(f"{folder}/{communicator.rank}") as connection:
-        while (case := pickle.loads(connection.recv_bytes())) is not None:
-            try:
-                result: Any = {name: value.detach().clone() for name, value in train(case, communicator).items()}
-            except Exception as error:  # noqa: BLE001  the parent raises it
-                result = error
-            connection.send_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
-
-
-class Job:
-    """Ranks that wait for cases; a context manager."""
-
-    def __init__(self, size: int) -> None:
-        self._folder = tempfile.mkdtemp()
-        listeners = [Listener(f"{self._folder}/{rank}", "AF_UNIX") for rank in range(size)]
-        self._ranks = Ranks(serve, size, (self._folder,), threads=1, timeout=30)
-        self._thread = threading.Thread(target=self._ranks.outcomes)  # serves their rendezvous
-        self._thread.start()
-        self._connections: list[Connection[Any, Any]] = []
-        for listener in listeners:
-            with listener:
-                self._connections.append(cast("Any", listener.accept()))
-
-    def run(self, case: Case) -> list[State | Exception]:
-        """Return each rank's weights, or its error."""
-        for connection in self._connections:
-            connection.send_bytes(pickle.dumps(case))
-        return [pickle.loads(connection.recv_bytes()) for connection in self._connections]
-
-    def close(self) -> None:
-        for pid in self._ranks.pids:
-            os.kill(pid, signal.SIGKILL)
-        self._thread.join()
-        self._ranks.close()
-        for connection in self._connections:
-            connection.close()
-        shutil.rmtree(self._folder)
+def serve(rank: Rank, path: str) -> None:
+    """Run the cases that the test sends to this rank, in a job of gangline and of torch.distributed."""
+    communicator = open_communicator(rank.rank, rank.size, rank.exchange, timeout=30)
+    join_group(rank, path, "gloo")
+    rank.tell("joined")
+    while True:
+        case = pickle.loads(rank.hear())
+        try:
+            result: Any = {name: value.detach().clone() for name, value in train(case, communicator).items()}
+        except Exception as error:  # noqa: BLE001  the test raises it
+            result = error
+        rank.tell(pickle.dumps(result))
 
 
 class Jobs:
     """A job for each number of ranks, started at its first case; after an error that all ranks share it goes on."""
 
-    def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}
+    def __init__(self, folder: Path) -> None:
+        self._jobs: dict[int, Processes] = {}
+        self._stores = (f"{folder}/{number}" for number in count())
 
     def run(self, case: Case) -> list[State]:
         """Run a case on its workers and return the weights of each; raise the first error."""
@@ -661,21 +626,28 @@ class Jobs:
         if size == 1 and not case.is_wrapped:
             return [train(case, None)]
         if size not in self._jobs:
-            self._jobs[size] = Job(size)
+            self._jobs[size] = Processes(serve, size, next(self._stores), limit=600)
+            self._jobs[size].all_heard()
         try:
-            results = self._jobs[size].run(case)
+            for rank in range(size):
+                self._jobs[size].say(rank, pickle.dumps(case))
+            results = [pickle.loads(result) for result in self._jobs[size].all_heard()]
         except BaseException:  # such as a time limit: the answers that are on their way belong to this case
-            self._jobs.pop(size).close()
+            self._end(size)
             raise
         errors = [result for result in results if isinstance(result, Exception)]
         if errors:
             if len({str(error) for error in errors}) > 1 or len(errors) < size:  # not a refusal on all ranks alike
-                self._jobs.pop(size).close()
+                self._end(size)
             first = next((error for error in errors if not isinstance(error, StallError)), errors[0])
             first.add_note(f"{len(errors)} of {size} ranks raised: {errors}")
             raise first
         return cast("list[State]", results)
 
+    def _end(self, size: int) -> None:
+        with self._jobs.pop(size):  # kills its processes
+            pass
+
     def close(self) -> None:
-        for job in self._jobs.values():
-            job.close()
+        for size in [*self._jobs]:
+            self._end(size)

@@ -21,7 +21,6 @@ from gangline import Module
 from gangline.callback import Checkpoint, Speedometer
 from gangline.models.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FEATURES, CLASSES = 5, 3
 Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

@@ -20,13 +20,6 @@ def augmented(augmentation: Augmentation, given: torch.Tensor, shape: tuple[int,
     return augmentation(given, shape, 0, 0, range(len(given)))
 
 
-def test_without_words_nothing_is_done() -> None:
-    given = images()
-    assert augmented(Augmentation(), given) is given
-    assert Augmentation.parse("") == Augmentation()
-    assert Augmentation().for_evaluation() == Augmentation()
-
-
 @pytest.mark.parametrize(("word", "axis"), [("flip", 3), ("flip-vertical", 2)])
 def test_about_every_second_image_is_flipped(word: str, axis: int) -> None:
     given = images(64)
@@ -115,16 +108,6 @@ def test_numbers_follow_from_seed_epoch_and_sample_and_from_nothing_else() -> No
     assert torch.equal(augmentation.matrices(SHAPE, 1, 2, [4, 3]).flip(0), first)
     for other in ((0, 2, [3, 4]), (1, 0, [3, 4]), (1, 2, [5, 6])):
         assert not torch.isclose(augmentation.matrices(SHAPE, *other), first).all(2).all(1).any()
-
-
-def test_one_range_more_does_not_change_the_numbers_of_the_others() -> None:
-    turned = Augmentation(rotate=(-30, 30)).matrices(SHAPE, 0, 0, range(5))
-    both = Augmentation(rotate=(-30, 30), translate=(1, 1)).matrices(SHAPE, 0, 0, range(5))
-    assert torch.allclose(both[:, :, 2] - turned[:, :, 2], torch.ones(5, 2, dtype=torch.float64))
-
-
-def test_an_empty_batch_stays_empty() -> None:
-    assert augmented(Augmentation.parse("flip"), images(0)).shape == (0, 3, 8, 8)
 
 
 def test_words_are_the_arguments() -> None:

@@ -167,26 +167,6 @@ def test_each_epoch_has_a_bar_of_its_total_or_the_datas_that_is_erased_at_its_en
         assert open_bars() == []
 
 
-@pytest.mark.parametrize("bar", [8], indirect=True)
-def test_a_bar_begins_at_the_first_batch_of_a_resumed_epoch(
-    capsys: pytest.CaptureFixture[str], bar: ProgressBar
-) -> None:
-    show(bar, [5, 6])
-    states = written(capsys.readouterr().err)
-    assert "5/8" in states[0]
-    assert "7/8" in states[-1]
-
-
-def test_without_a_total_the_next_epoch_closes_the_bar(capsys: pytest.CaptureFixture[str], bar: ProgressBar) -> None:
-    text = ""
-    for epoch in range(2):
-        show(bar, range(2), epoch)
-        text += capsys.readouterr().err
-        assert left_over(text).startswith(f"Epoch {epoch}: ")
-        assert "2batch" in left_over(text)
-        assert len(open_bars()) == 1
-
-
 class Unsized:
     """Batches without a length; each epoch yields them again."""
 

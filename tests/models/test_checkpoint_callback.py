@@ -29,7 +29,6 @@ from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.checkpoint import epochs, remove_older
 from gangline.models.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES = 12
 arrays = partial(labelled, SAMPLES, 4, 3)
 

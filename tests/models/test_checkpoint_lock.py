@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +14,24 @@ from torch import nn
 
 from gangline import Communicator, Module, cpu, spawn
 from gangline.callback import Checkpoint
+from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint.checkpoint import epochs, writing
 
-HOLDER = """
-import sys
-from gangline.models.checkpoint.checkpoint import writing
-with writing(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+
+def _hold(connection: Connection) -> None:
+    with writing(connection.recv()):
+        connection.send("held")
+        connection.recv()
+    connection.send("released")
 
 
-def start_holder(prefix: Path) -> subprocess.Popen[str]:
-    """Start a process that holds the prefix until its standard input ends."""
-    words = [sys.executable, "-c", HOLDER, str(prefix)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+def start_holder(prefix: Path) -> ProcessPool:
+    """Start a process that holds the prefix until it gets a message or is killed."""
+    pool = ProcessPool(_hold, 1)
+    pool.connections[0].send(str(prefix))
+    assert pool.connections[0].recv() == "held"
+    return pool
 
 
 def trained(prefix: Path, **options: Any) -> None:
@@ -45,27 +42,26 @@ def trained(prefix: Path, **options: Any) -> None:
 
 def test_a_prefix_that_another_process_writes_is_refused_and_names_it(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    holder = start_holder(prefix)
-    message = f"process {holder.pid} on .* is writing checkpoints {re.escape(str(prefix))}-"
-    with pytest.raises(RuntimeError, match=message):
-        trained(prefix)
-    with Module(nn.Linear(2, 2), context=cpu()) as module, pytest.raises(RuntimeError, match=message):
-        module.save_checkpoint(prefix, 1)
-    assert epochs(prefix) == []
-    trained(tmp_path / "other")
-    holder.communicate()
+    with start_holder(prefix) as holder:
+        message = f"process {holder.pids[0]} on .* is writing checkpoints {re.escape(str(prefix))}-"
+        with pytest.raises(RuntimeError, match=message):
+            trained(prefix)
+        with Module(nn.Linear(2, 2), context=cpu()) as module, pytest.raises(RuntimeError, match=message):
+            module.save_checkpoint(prefix, 1)
+        assert epochs(prefix) == []
+        trained(tmp_path / "other")
+        holder.connections[0].send("end")
+        assert holder.connections[0].recv() == "released"
     trained(prefix)
     assert epochs(prefix) == [1]
     assert not list(tmp_path.glob("*.lock"))
 
 
-@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
-    holder = start_holder(prefix)
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
-    assert f"process {holder.pid} " in Path(f"{prefix}.lock").read_text()
+    with start_holder(prefix) as holder:
+        pid = holder.pids[0]
+    assert f"process {pid} " in Path(f"{prefix}.lock").read_text()
     trained(prefix)
     assert epochs(prefix) == [1]
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from gangline import Module, cpu
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FEATURES, CLASSES = 6, 3
 TWO_BITS: dict[str, Any] = {"type": "2bit", "threshold": 0.03}
 perceptron = partial(mlp, FEATURES, 16, CLASSES, seed=3, dtype=torch.float32)

@@ -521,7 +521,7 @@ def trained(make: Network, prefix: Path, num_epoch: int, resume: str | None = No
 
 def test_a_run_goes_on_in_mid_epoch_with_the_network_compiled_or_not(tmp_path: Path) -> None:
     expected = trained(plain, tmp_path / "plain", 2)
-    for first, second in ((plain, whole), (whole, plain), (whole, part), (part, part)):
+    for first, second in ((plain, whole), (whole, part), (part, plain)):
         prefix = tmp_path / f"{first.__name__} {second.__name__}"
         trained(first, prefix, 1)
         found = trained(second, prefix, 2, resume="auto")

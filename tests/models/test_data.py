@@ -188,13 +188,6 @@ def test_data_alone_serves_where_no_labels_are_needed() -> None:
     assert [label for _, label in found] == [None, None]
 
 
-def test_the_plan_holds_the_number_of_samples_and_the_seed_of_a_shuffled_order() -> None:
-    plans = [source(data, 4, shuffle=True, seed=3).plan() for data in (arrays(), Counted(), arrays(9))]
-    assert plans[0] == plans[1] != plans[2]
-    ordered = [source(arrays(), 4, shuffle=False, seed=seed).plan() for seed in (0, 1)]
-    assert ordered[0] == ordered[1] != plans[0]
-
-
 # -- data that are batches already ----------------------------------------------------------------------------------
 
 
@@ -391,6 +384,9 @@ def test_digits_are_the_real_images_with_a_stratified_fifth_held_out() -> None:
     held = torch.bincount(held_out_labels, minlength=10)
     assert torch.equal(held + torch.bincount(train_labels, minlength=10), of_class)
     assert (held - of_class / 5).abs().max() <= 0.5
+    own_size = digits((1, 8, 8), torch.float64, seed=0)  # the pixels as stored
+    everything = torch.cat([own_size.train[0], own_size.validation[0]])
+    assert rows(everything) == rows(raw_digits()[0].unsqueeze(1).double() / 16)
 
 
 def test_the_bundled_digits_are_those_of_scikit_learn() -> None:
@@ -398,18 +394,6 @@ def test_the_bundled_digits_are_those_of_scikit_learn() -> None:
     assert (levels.shape, levels.dtype, labels.dtype) == ((1797, 8, 8), torch.uint8, torch.int64)
     content = levels.numpy().tobytes() + labels.byte().numpy().tobytes()
     assert hashlib.sha256(content).hexdigest() == "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
-
-
-def test_digits_of_their_own_size_are_the_pixels_as_stored() -> None:
-    splits = digits((1, 8, 8), torch.float64, seed=3)
-    everything = torch.cat([splits.train[0], splits.validation[0]])
-    levels, targets_of_all = raw_digits()
-    originals = levels.unsqueeze(1).double() / 16
-    assert rows(everything) == rows(originals)
-    assert everything.max() == 1
-    labels = dict(zip((image.numpy().tobytes() for image in originals), targets_of_all.tolist(), strict=True))
-    for images, targets in (splits.train, splits.validation):
-        assert [labels[image.numpy().tobytes()] for image in images] == targets.tolist()
 
 
 def test_digits_are_split_by_the_seed() -> None:

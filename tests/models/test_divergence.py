@@ -21,7 +21,6 @@ from gangline.kvstore import create
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.checkpoint import epochs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES, BATCH = 32, 8
 arrays = partial(labelled, SAMPLES, 5, 3, seed=3)
 

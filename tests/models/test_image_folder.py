@@ -402,7 +402,7 @@ def test_a_users_dataloader_sets_the_epoch_of_the_dataset(folder: Path) -> None:
         assert torch.equal(images, expected)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_users_dataloader_leaves_unreadable_images_out(folder: Path, num_workers: int) -> None:
     bad = spoil(folder, "one/3.png")
     dataset = ImageFolder(folder, SHAPE, skip_unreadable=1)
@@ -483,26 +483,6 @@ def test_a_url_and_a_path_give_the_same_images(folder: Path, tmp_path: Path) -> 
 
 
 # -- splits by label ------------------------------------------------------------------------------------------------
-
-
-def counts(part: Any) -> list[int]:
-    labels = (
-        part[1] if isinstance(part, tuple) else torch.tensor([part.dataset.labels[index] for index in part.indices])
-    )
-    return torch.bincount(labels).tolist()
-
-
-def test_each_label_is_split_by_itself(folder: Path) -> None:
-    dataset = ImageFolder(folder, SHAPE)
-    first, rest = split_each_label(dataset, 0.75)
-    assert counts(first) == [6, 6, 6]
-    assert counts(rest) == [2, 2, 2]
-    assert sorted([*first.indices, *rest.indices]) == list(range(24))
-    again, other = split_each_label(dataset, 0.75)[0], split_each_label(dataset, 0.75, seed=1)[0]
-    assert again.indices == first.indices
-    assert other.indices != first.indices
-    of_part, _ = split_each_label(rest, 0.5)
-    assert [label for _, label in of_part] == [0, 1, 2]
 
 
 def test_arrays_are_split_too_and_every_part_has_every_label() -> None:

@@ -11,7 +11,6 @@ import torch
 from measure import same_bits
 from torch import nn
 
-from gangline import Module, cpu
 from gangline.models.initializer import initialise
 
 ROWS, COLUMNS = 200, 300  # fan out and fan in of a Linear
@@ -76,13 +75,6 @@ def test_a_weight_has_the_values_of_its_initialiser(
     spec: Any, fits: Callable[[torch.Tensor, float], bool], number: float
 ) -> None:
     assert fits(weight(spec), number)
-
-
-def test_orthogonal_makes_the_shorter_axis_orthogonal_and_flattens_kernels() -> None:
-    network = nn.Conv2d(2, 30, 3, dtype=torch.float64)
-    initialise(network, ("orthogonal", {"scale": 1.0}))
-    flat = network.weight.detach().reshape(30, 18)
-    assert torch.allclose(flat.T @ flat, torch.eye(18, dtype=torch.float64), atol=1e-12)
 
 
 def test_an_initialiser_of_torch_and_xavier_give_torchs_values() -> None:
@@ -169,20 +161,3 @@ def test_a_wrong_initialiser_is_refused() -> None:
     for spec, error, message in REFUSED:
         with pytest.raises(error, match=message):
             initialise(nn.Sequential(nn.Linear(2, 3), Odd()), spec)
-
-
-def test_every_replica_gets_the_same_values() -> None:
-    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    reference = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    torch.manual_seed(6)
-    initialise(reference, "xavier")
-    with Module(network, nn.MSELoss(), [cpu(0), cpu(1)]) as module:
-        torch.manual_seed(6)
-        module.init_params("xavier")
-        params = module.get_params()
-        assert same_bits(params, reference.state_dict())
-        row = torch.randn(1, 4)
-        module.forward(row.repeat(4, 1), is_train=False)
-        left, right = module.get_outputs(merge=False)
-        assert torch.equal(left, right)
-        assert torch.allclose(left, reference.eval()(row.repeat(2, 1)))

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from command import Run
-from test_checkpoint_lock import start_holder
 
 from gangline import Communicator, spawn
 from gangline.launcher.job import free_ports
 from gangline.models.checkpoint.checkpoint import epochs
+from tests.models.test_checkpoint_lock import start_holder
 
 Result = tuple[int, str, str]
 """Exit code, stdout and stderr."""
@@ -91,14 +91,12 @@ def test_what_is_asked_for_stays_and_divergence_is_reported() -> None:
     assert first[2].count("the training loss went from") == 1  # beside the error at the end
 
 
-@pytest.mark.slow
 def test_a_prefix_in_use_ends_the_command_with_one_line(tmp_path: Path, run: Run) -> None:
-    holder = start_holder(tmp_path / "net")
     words = ["train", "--network", "mlp", "--num-epochs", "1", "--cpus", "1", "--model-prefix", tmp_path / "net"]
-    out, err = run(*words, code=1)
-    holder.communicate()
+    with start_holder(tmp_path / "net") as holder:
+        out, err = run(*words, code=1)
+        assert err.splitlines()[-1].startswith(f"gangline: process {holder.pids[0]} on ")
     assert out == ""
-    assert err.splitlines()[-1].startswith(f"gangline: process {holder.pid} on ")
     assert "--kv-store allreduce" in err
 
 

@@ -39,16 +39,6 @@ GOOD = counted(4, 2), counted(4, 3)
 # -- forward, backward, update, step by step ------------------------------------------------------------------------
 
 
-def test_outputs_are_those_of_the_network_in_order() -> None:
-    data = counted(7, 2)
-    with Module(linear(), context=CONTEXTS, work_load_list=[3, 0, 1]) as module:
-        module.forward(data, is_train=False)
-        assert torch.allclose(module.get_outputs(), linear()(data))
-        parts = module.get_outputs(merge=False)
-        assert [len(part) for part in parts] == [5, 2]
-        assert not module.get_outputs().requires_grad
-
-
 def test_numpy_tuples_and_dicts_are_data_too() -> None:
     class Two(nn.Module):
         def forward(self, left: torch.Tensor, right: torch.Tensor) -> dict[str, Any]:
@@ -141,18 +131,6 @@ def test_params_must_fit() -> None:
         assert not module.get_params()["bias"].any()
 
 
-def test_init_params_takes_values_then_the_initializer_then_the_networks_own(caplog: pytest.LogCaptureFixture) -> None:
-    with Module(linear(), context=CONTEXTS[:2]) as module:
-        module.init_params("one", arg_params={"bias": torch.full((3,), 5.0)}, allow_missing=True)
-        assert torch.equal(module.get_params()["weight"], torch.ones(3, 2))
-        assert torch.equal(module.get_params()["bias"], torch.full((3,), 5.0))
-        module.init_params("zeros")
-        assert "init_params() is ignored" in caplog.text
-        assert module.get_params()["weight"].any()
-        module.init_params("zeros", force_init=True)
-        assert not module.get_params()["weight"].any()
-
-
 # -- batch statistics, random layers, modes -------------------------------------------------------------------------
 
 
@@ -235,18 +213,6 @@ def test_scores_count_each_sample_once_and_predictions_keep_the_order() -> None:
         assert len(module.predict(data.numpy(), batch_size=4, num_batch=2)) == 8
         parts = [(number, len(out)) for out, number, _ in module.iter_predict(data, batch_size=4)]
         assert parts == [(0, 4), (1, 4), (2, 3)]
-
-
-def test_a_second_fit_continues_unless_another_optimizer_is_requested() -> None:
-    data = (counted(8, 2), counted(8, 3))
-    options: dict[str, Any] = {"batch_size": 4, "eval_metric": "mse", "optimizer": "sgd"}
-    with Module(linear(), nn.MSELoss(), CONTEXTS[:2]) as module:
-        module.fit(data, num_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        optimizer = module._step.optimizer
-        module.fit(data, num_epoch=2, begin_epoch=1, optimizer_params={"lr": 1e-3, "momentum": 0.9}, **options)
-        assert module._step.optimizer is optimizer
-        module.fit(data, num_epoch=3, begin_epoch=2, optimizer_params={"lr": 1e-4}, **options)
-        assert module.learning_rate == 1e-4
 
 
 def test_a_store_of_ones_own_is_used_and_left_open() -> None:

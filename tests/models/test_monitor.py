@@ -37,15 +37,6 @@ def fitted(monitor: Monitor, **options: Any) -> nn.Module:
         return module.network
 
 
-def test_every_interval_has_all_names_once() -> None:
-    monitor = Noting(2)
-    fitted(monitor, eval_data=arrays())
-    weights = [f"{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
-    names = ["0_output", "1_output", "2_output"]
-    names += [name for weight in weights for name in (weight, f"{weight}_grad")]
-    assert [(step, name) for step, name, _ in monitor.rows] == [(step, name) for step in (1, 3) for name in names]
-
-
 def test_the_values_are_those_of_a_plain_loop() -> None:
     monitor = Noting(1, stat_func=lambda tensor: tensor.double().sum().item(), sort=True)
     fitted(monitor, optimizer_params={"learning_rate": 0.1})

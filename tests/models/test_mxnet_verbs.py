@@ -156,17 +156,6 @@ def test_do_checkpoint_saves_the_module_that_is_fitted(tmp_path: Path) -> None:
         do_checkpoint(prefix)(0)
 
 
-def test_repr_shows_network_contexts_loads_store_and_optimizer() -> None:
-    with Module(classifier(), nn.CrossEntropyLoss(), CONTEXTS, [3, 1]) as module:
-        assert repr(module) == (
-            "Module(Linear, context=[cpu(0), cpu(1)], work_load_list=[3, 1], kvstore=None, optimizer=None)"
-        )
-        module.init_optimizer("device", torch.optim.Adam)
-        assert repr(module).endswith("kvstore='device', optimizer='Adam')")
-    with Module(classifier(), context=CONTEXTS, work_load_list="auto") as module:
-        assert "work_load_list=[0.5, 0.5] (auto)" in repr(module)
-
-
 PLAIN_PROGRAM = """
 import logging, sys
 import torch

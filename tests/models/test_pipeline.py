@@ -90,13 +90,6 @@ def test_copies_follow_the_first_ones_modes_frozen_layers_and_buffers() -> None:
     assert len(pipeline.idle) == 4
 
 
-def test_a_copy_that_fails_is_told_as_by_the_first() -> None:
-    lists: Any = [[cpu(0)], [cpu(1)]]
-    pipeline = Pipeline(nn.Sequential(nn.Linear(4, 3)), nn.CrossEntropyLoss(), lists)
-    with pytest.raises(IndexError, match="Target 7 is out of bounds"):
-        pipeline.forward_backward(torch.randn(4, 4), torch.tensor([0, 1, 2, 7]))
-
-
 @pytest.mark.parametrize(
     "loss",
     [

@@ -8,30 +8,50 @@ import logging
 import math
 import re
 import threading
-import time
 from contextlib import nullcontext
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reported import RATE, arrays, fit, module_on, network
+from measure import labelled, mlp
 from torch import nn
 
-from gangline import Context, Module, Work, cpu, spawn, split_batch
+from gangline import Context, Module, cpu, spawn, split_batch
 from gangline.callback import Checkpoint, Speedometer
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import create
-from gangline.kvstore.local import LocalStore
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.metrics.metric import create as create_metric
 from gangline.models.reports import record as records
-from gangline.models.reports.chart import Line, line_chart
 from gangline.models.reports.page import FORMAT, TrainingProgress, drawn, read_progress
 from gangline.models.reports.record import Point, Record, Split, Validation
 
 SIX = 1e-5  # as six digits show it
+RATE = {"learning_rate": 0.1, "momentum": 0.9}
+network = partial(mlp, 4, 8, 3, seed=3, dtype=torch.float32)
+
+
+def arrays(samples: int = 20, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return labelled(samples, 4, 3, seed=seed)
+
+
+def module_on(loads: list[float], store: Any = "local") -> Module:
+    module = Module(network(), nn.CrossEntropyLoss(), [cpu(place) for place in range(len(loads))], loads)
+    module.init_optimizer(store, "sgd", RATE)
+    return module
+
+
+def fit(module: Module, report: Any, *others: Any, epochs: int = 3, **options: Any) -> None:
+    """Train on batches of 8, 8 and 4 samples; ``others`` are called before the report's own callback."""
+    request = module.optimizer_request
+    assert request is not None
+    settings: dict[str, Any] = dict(zip(("kvstore", "optimizer", "optimizer_params"), request, strict=True))
+    callbacks = [*others, report]
+    settings |= {"batch_end_callback": callbacks, "epoch_end_callback": report, "eval_end_callback": report}
+    settings |= {"num_epoch": epochs, "batch_size": 8}
+    module.fit(arrays(), **{**settings, **options})
 
 
 def page_of(folder: Path, *others: Any, every_seconds: float = 2.0, title: str = "", **options: Any) -> Any:
@@ -151,16 +171,6 @@ def test_the_metric_of_fit_and_of_a_speedometer_count_as_without_a_page(
         assert sum("accuracy=" in line for line in lines) == 9
         found.append(lines)
     assert found[0] == found[1]
-
-
-def test_a_metric_that_has_no_copy_costs_its_curve_and_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    metric = create_metric("acc")
-    metric.lock = threading.Lock()  # type: ignore[attr-defined]
-    points = page_of(tmp_path, eval_metric=metric)["points"]
-    assert (points["metrics"], len(points["loss"])) == ({}, 9)
-    assert len([line for line in caplog.messages if "cannot be copied" in line]) == 1
 
 
 def test_text_from_outside_stays_text(tmp_path: Path) -> None:
@@ -404,43 +414,6 @@ def test_a_record_can_be_restored_from_its_data() -> None:
     assert Record.from_data(data).splits == []
 
 
-def test_in_a_long_run_the_metric_is_taken_of_some_batches_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "MOST_POINTS", 8)
-    calls = itertools.count()
-    data = page_of(tmp_path, epochs=20, eval_metric=lambda label, output: float(next(calls)))
-    assert data["per_point"] == 16
-    assert sum(data["points"]["updates"]) == data["points"]["step"][-1] == 60
-    assert next(calls) - 60 == 8 + 4 + 4 + 3  # of each batch, then of every 2nd, 4th, 8th
-
-
-# -- waiting ---------------------------------------------------------------------------------------------------------
-
-
-def test_waiting_time_includes_waits_for_the_store_which_one_context_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[float] = []
-    pull = LocalStore.pull_bucket
-
-    def pull_late(*arguments: Any, **options: Any) -> Work:
-        began = time.perf_counter()
-        threading.Event().wait(0.02)
-        held.append(time.perf_counter() - began)
-        return pull(*arguments, **options)
-
-    data, label = arrays(8)
-    with module_on([1, 1]) as module:
-        module.forward_backward_update(data, label)
-        first = module.seconds_waiting
-        monkeypatch.setattr(LocalStore, "pull_bucket", pull_late)
-        for _ in range(3):
-            module.forward_backward_update(data, label)
-        assert module.seconds_waiting - first >= sum(held) > 0
-    with module_on([1]) as module:
-        module.forward_backward_update(data, label)
-        assert module.seconds_waiting == 0.0
-
-
 # -- several workers -------------------------------------------------------------------------------------------------
 
 
@@ -548,19 +521,3 @@ def test_unusual_records_are_drawn() -> None:
         page = drawn(data_of(Record([point(1)]), state, every_seconds=7))
         assert len(Drawn(page).curves) == 5
         assert ('http-equiv="refresh" content="7"' in page) == (state == "running")
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (2, 69, [20, 40, 60]),
-        (0.041, 2.31, [0.5, 1, 1.5, 2]),
-        (0.05, 0.05, [0.05]),
-        (0.0, 5e-324, [0]),
-        (-1e308, 1e308, [-1e308]),
-    ],
-)
-def test_axes_have_round_numbers(low: float, high: float, ticks: list[float]) -> None:
-    chart = line_chart([Line("throughput", [(1, low), (3, high)])], "batch", "samples/s")
-    written = re.findall(r'text-anchor="end">([^<]*)<', chart)
-    assert written == [f"{tick:,g}" for tick in ticks]

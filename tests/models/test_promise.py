@@ -136,8 +136,8 @@ def has_gradient_of_nothing(case: Case) -> bool:
 
 
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[Jobs]:
-    made = Jobs()
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    made = Jobs(tmp_path_factory.mktemp("jobs"))
     yield made
     made.close()
 

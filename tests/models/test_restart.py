@@ -96,24 +96,6 @@ def test_a_job_with_a_killed_process_starts_again_and_ends_with_the_same_bits(
     assert same_bits(weights(tmp_path), undisturbed(store))
 
 
-def test_an_older_run_is_not_resumed_by_the_first_start_nor_by_the_second(tmp_path: Path) -> None:
-    """The second start of a job whose first wrote nothing begins anew beside checkpoints of somebody else."""
-    assert trained(tmp_path, "local", "none")[0] == 0
-    expected = weights(tmp_path)
-    (tmp_path / "net.pt").unlink()
-    (tmp_path / "net-0003.json").rename(tmp_path / "net-0009.json")  # the newest number is that of the older run
-    program = (
-        "import os, sys; os.environ['GANGLINE_RESTART'] == '0' and sys.exit(4); os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    words = [sys.executable, "-m", "gangline", "launch", "-n", "1", "-s", "0", "--max-restarts", "1", "--"]
-    words += [sys.executable, "-c", program, sys.executable, SCRIPT, "local", str(tmp_path / "net"), "none"]
-    code, out, errors = run(words, tmp_path)
-    assert code == 0, errors
-    assert any(line.endswith("restart 1: no earlier start of this job has written a checkpoint") for line in errors)
-    assert steps(out) == [*range(1, 41)]
-    assert same_bits(weights(tmp_path), expected)
-
-
 @pytest.mark.parametrize("store", ["dist_sync", "allreduce"])
 def test_torchrun_starts_a_job_again_which_resumes(store: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1", "--nproc-per-node", "2"]

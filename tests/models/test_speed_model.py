@@ -206,18 +206,6 @@ def test_trials_of_an_idle_context_cost_little_and_find_that_it_became_fast() ->
     assert job.epochs(20).counts == [16, 16]
 
 
-def test_updates_are_due_at_intervals_that_grow_to_64_batches() -> None:
-    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
-    due = []
-    for batch in range(200):
-        auto.record([4, 4], [0.004, 0.004])
-        if auto.due():
-            due.append(batch)
-            assert not auto.update_loads()
-            assert not auto.due()
-    assert due == [2, 6, 14, 30, 62, 126, 190]
-
-
 def test_the_first_batch_of_a_context_does_not_count() -> None:
     auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     auto.record([4, 4], [0.004, 3.0])
@@ -227,37 +215,11 @@ def test_the_first_batch_of_a_context_does_not_count() -> None:
     assert not auto.update_loads()
 
 
-def test_records_that_measure_nothing_leave_the_loads() -> None:
-    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
-    job.model.update_loads()
-    loads = list(job.model.loads)
-    for samples, seconds in (([1, 0], [0.001, None]), ([4, 4], [None, None])):
-        for _ in range(10):
-            job.model.record(samples, seconds)
-        job.model.begin_epoch()
-        assert not job.model.update_loads()
-        assert job.model.loads == loads
-
-
-@pytest.mark.parametrize("seconds", [None, 0.0])
-def test_times_that_were_not_measured_count_as_average_ones(seconds: float | None) -> None:
-    auto = SpeedModel(["cpu(0)", "cpu(1)", "cpu(2)"], LOGGER)
-    auto.begin_epoch()
-    record(auto, 40, lambda place, n: seconds if place == 2 else [0.001, 0.003][place] * n, 10)
-    assert counts_of(auto.loads, 40) == [22, 7, 11]
-
-
 @pytest.mark.parametrize(("caps", "counts"), [([40, None], [40, 24]), ([None, 3], [61, 3]), ([32, 32], [32, 32])])
 def test_no_share_exceeds_its_cap(caps: list[int | None], counts: list[int]) -> None:
     job = Job([(0, 1e-3), (0, 3e-3)], 64)
     job.model.caps = caps
     assert job.epochs(2).counts == counts
-
-
-def test_a_new_cap_changes_the_split_without_a_gain() -> None:
-    job = Job([(0, 1e-3), (0, 1e-3)], 64).epochs(2)
-    job.model.caps = [30, None]
-    assert job.epochs(1).counts == [30, 34]
 
 
 @pytest.mark.parametrize("minimum", [1, 2])

@@ -16,7 +16,6 @@ from torch import nn
 from gangline.collectives.context import cpu
 from gangline.models import zoo
 from gangline.models.module import Module
-from gangline.models.zoo import registry
 from gangline.models.zoo.transfer import (
     freeze_until,
     learning_rate_factors,
@@ -90,19 +89,6 @@ def test_the_new_layer_is_as_the_old_one_was() -> None:
     assert new.weight.requires_grad  # new weights are trained
 
 
-def test_values_depend_on_torchs_generator_and_are_those_of_its_layers() -> None:
-    outputs = []
-    for _ in range(2):
-        network = nn.Sequential(nn.Linear(1, 1), nn.Linear(400, 2))
-        torch.manual_seed(4)
-        replace_last_layer(network, 500)
-        outputs.append(network[1].weight.detach())
-    assert torch.equal(*outputs)
-    bound = 1 / math.sqrt(400)
-    assert bound * 0.999 < outputs[0].abs().max() <= bound  # 200,000 draws nearly reach the ends of the range
-    assert outputs[0].std() == pytest.approx(bound / math.sqrt(3), rel=0.01)
-
-
 def tied() -> nn.Module:
     network = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     network[1].weight = network[0].weight
@@ -119,27 +105,6 @@ def test_pretrained_weights_serve_any_number_of_classes(tmp_path: Path, classes:
     assert network(torch.zeros(2, 784)).shape == (2, classes or 7)
     for name, value in network.state_dict().items():
         assert (value.shape == source[name].shape and torch.equal(value, source[name])) == (name not in new)
-
-
-def test_pretrained_takes_the_builders_options(tmp_path: Path) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save(zoo.create("mlp", 10, num_inputs=9).state_dict(), path)
-    network, _ = pretrained("mlp", path, 4, num_inputs=9)
-    assert network.get_parameter("fc1.weight").shape == (128, 9)
-
-
-def test_a_network_without_a_layer_to_replace_takes_weights_that_fit_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "weights.pth"
-    monkeypatch.setitem(registry._networks, "tied", registry.Entry(lambda num_classes: tied(), (1, 2, 2)))
-    own = state(tied())
-    torch.save(own, path)
-    network, new = pretrained("tied", path, 3)
-    assert new == []
-    assert torch.equal(network.get_parameter("0.weight"), own["0.weight"])
-    with pytest.raises(ValueError, match=r"shared under the names \['0.weight', '1.weight'\]"):
-        replace_last_layer(network, 3)
 
 
 def test_layers_before_the_named_one_are_fixed() -> None:
@@ -217,6 +182,7 @@ REFUSED: list[Any] = [
     *((partial(freeze_until, small(), name), ValueError, rf"no layer '{name}'.*'fc2'") for name in ("fc3", "")),
     (last_of(nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())), ValueError, "Sequential has neither a linear layer"),
     (last_of(nn.Linear(2, 2)), ValueError, "the network is a single Linear"),
+    (last_of(tied()), ValueError, r"shared under the names \['0.weight', '1.weight'\]"),
     (last_of(nn.Sequential(nn.LazyLinear(2))), ValueError, "layer '0' has no shape yet"),
     (last_of(small(), 0), ValueError, "num_classes is 0; expected 1 or more"),
     (last_of(small(), 2.0), TypeError, "num_classes is 2.0; expected an int"),

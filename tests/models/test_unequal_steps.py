@@ -139,7 +139,7 @@ def steps_of_one_rank(comm: Communicator, path: str, backend: str) -> None:
     assert micro_batches() == exact
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for failing, options in product((1, 2), kinds):
+        for failing, options in product((1, 2), kinds if backend == "gloo" else kinds[:1]):
             for where in ("in first forward", "before first"):
                 assert micro_batches(where, failing, **options) == exact, (where, failing, options)
             for where in ("in last forward", "before last"):

@@ -163,16 +163,6 @@ class Outputs(nn.Module):
         return self.function(*data, **named)
 
 
-def test_a_network_that_fits_passes_and_its_outputs_are_counted() -> None:
-    for network, sample in (
-        (Outputs(lambda a, b: torch.cat([a, b], 1)), (torch.zeros(1, 3), torch.zeros(1, 4))),
-        (Outputs(lambda word: word), {"word": torch.zeros(1, 7)}),
-        (Outputs(lambda image: image.expand(1, 7, 2, 2)), torch.zeros(1, 1, 2, 2)),  # a class for each pixel
-    ):
-        assert checks.check_fits(network, sample, 7) == 7
-        assert checks.check_fits(network, sample, None) == 7
-
-
 def test_a_network_that_does_not_take_the_data_is_refused_and_the_check_leaves_no_trace() -> None:
     for output, message in (
         (lambda x: (x, x), "returns a tuple; expected a tensor"),
@@ -194,26 +184,6 @@ def test_a_network_that_does_not_take_the_data_is_refused_and_the_check_leaves_n
     assert [module.training for module in network.modules()] == modes
     assert same_bits(network.state_dict(), state)
     assert all(parameter.grad is None for parameter in network.parameters())
-
-
-def test_the_first_sample_of_every_kind_of_data_but_of_those_that_can_be_read_only_once() -> None:
-    data, label = torch.arange(6.0).view(2, 3), torch.zeros(2)
-    dataset, several = TensorDataset(data, label), {"left": data, "right": (data, data * 2)}
-    given: Any
-    for given in (
-        (data, label),
-        (data.numpy(), label.numpy()),
-        dataset,
-        DataLoader(dataset, batch_size=2),
-        DataLoader(dataset, shuffle=True),
-        [(data, label)],
-    ):
-        assert torch.equal(checks.first_sample(given), data[:1])
-    sample = checks.first_sample((several, label))
-    assert torch.equal(sample["left"], data[:1])
-    assert torch.equal(sample["right"][1], 2 * data[:1])
-    for given in (Stream(), DataLoader(Stream()), iter([1])):
-        assert checks.first_sample(given) is None
 
 
 def test_samples_that_a_dataset_passes_over_are_not_the_first() -> None:
