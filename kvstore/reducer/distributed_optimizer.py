@@ -61,6 +61,9 @@ class DistributedOptimizer(NetworkState, Optimizer):
             optimizer.step()
     """
 
+    _step_supports_amp_scaling = False
+    """GradScaler then unscales and skips steps itself; a fused optimizer would not find the scale that it sets here."""
+
     def __init__(
         self,
         optimizer: Optimizer,

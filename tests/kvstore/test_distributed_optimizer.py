@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -221,6 +222,26 @@ def refused(comm: Communicator) -> list[str]:
         two.requires_grad_(True)
         said(optimizer.step)
     return found
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_fused_optimizer_takes_unscaled_gradients_and_skips_steps_that_overflow(clips: bool) -> None:
+    weights = []
+    for wrap in (lambda optimizer: optimizer, lambda optimizer: DistributedOptimizer(optimizer, "local")):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = wrap(torch.optim.SGD([weight], 0.1, fused=True))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factor in (1.0, math.inf, 2.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_([weight], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append(weight.detach())
+        assert scaler.get_scale() == 512
+    torch.testing.assert_close(weights[1], weights[0])
 
 
 def test_what_cannot_be_exact_is_refused_by_name() -> None:
