@@ -44,7 +44,7 @@ def test_a_failed_job_starts_again_with_new_ports_a_new_id_and_the_same_name(tmp
     numbers, runs, jobs, *ports = ({line[index] for line in found} for index in range(len(names)))
     assert (numbers, len(runs), len(jobs)) == ({"0", "1", "2"}, 1, 3)
     assert [len(port) for port in ports] == [3, 3]
-    logged = (tmp_path / "worker-0.log").read_text().splitlines()  # of all starts
+    logged = (tmp_path / "worker-1.log").read_text().splitlines()  # of all starts
     assert [json.loads(line)[0] for line in logged if line != "daemon"] == ["0", "1", "2"]
 
 
