@@ -626,7 +626,7 @@ class Jobs:
         if size == 1 and not case.is_wrapped:
             return [train(case, None)]
         if size not in self._jobs:
-            self._jobs[size] = Processes(serve, size, next(self._stores), limit=600)
+            self._jobs[size] = Processes(serve, size, next(self._stores), limit=3600)
             self._jobs[size].all_heard()
         try:
             for rank in range(size):

@@ -94,7 +94,7 @@ def test_wrong_values_are_refused() -> None:
             made(spec)
 
 
-def test_torchs_schedulers_step_by_batch_or_epoch() -> None:
+def test_a_scheduler_that_steps_by_something_else_is_refused() -> None:
     with pytest.raises(ValueError, match="every is 'step'"):
         TorchScheduler(one_cycle, "step")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +11,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gangline.collectives.workload import split_batch, split_within
 from gangline.models.balance import speed_model
-from gangline.models.balance.balancer import MemoryLimits, samples_that_fit
+from gangline.models.balance.balancer import samples_that_fit
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.executor.executor import is_out_of_memory
@@ -307,38 +304,6 @@ def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_bat
     assert balance.counts(6, 64) == [48, 16]
     balance.discard_batch(7, {0: 48})
     assert balance.counts(10, 64) == [38, 26]
-
-
-def sizes(parts: list[slice]) -> list[int]:
-    return [part.stop - part.start for part in parts]
-
-
-@given(
-    st.integers(1, 200),
-    st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(1, 40)), min_size=1, max_size=5).filter(
-        lambda contexts: any(load for load, _ in contexts)
-    ),
-)
-def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
-    samples: int, contexts: list[tuple[int, int | None]]
-) -> None:
-    slices = split_batch(samples, [load for load, _ in contexts])
-    rounds = MemoryLimits(["cpu"] * len(contexts), None, [most for _, most in contexts]).micro_steps(slices)
-    needed = []
-    for number, (whole, (_, most)) in enumerate(zip(slices, contexts, strict=True)):
-        parts = [parts[number] for parts in rounds]
-        held = [part for part in parts if part.stop > part.start]
-        assert [index for part in held for index in range(part.start, part.stop)] == list(
-            range(whole.start, whole.stop)
-        )
-        assert parts[: len(held)] == held  # a context that finishes early idles in the remaining micro-steps
-        if held:
-            assert max(sizes(held)) <= (most or samples)
-            assert max(sizes(held)) - min(sizes(held)) <= 1
-            needed.append(math.ceil(sum(sizes(held)) / (most or samples)))
-            assert len(held) == needed[-1]
-    assert len(rounds) == max(needed)
-    assert all(len(parts) == len(contexts) for parts in rounds)
 
 
 def test_only_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() -> None:
