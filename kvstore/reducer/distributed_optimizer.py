@@ -29,6 +29,11 @@ _LARGE = 1 << 16
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
 
 
+def _of_wrapped(name: str) -> Any:
+    """Return a property for an attribute of the wrapped optimizer, so that a new value reaches its steps."""
+    return property(lambda own: getattr(own._optimizer, name), lambda own, value: setattr(own._optimizer, name, value))
+
+
 @run_eagerly
 class DistributedOptimizer(NetworkState, Optimizer):
     """Wraps a torch optimizer so that each backward replaces gradients by their weighted mean over all workers.
@@ -61,6 +66,8 @@ class DistributedOptimizer(NetworkState, Optimizer):
             optimizer.step()
     """
 
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
     _step_supports_amp_scaling = False
     """GradScaler then unscales and skips steps itself; a fused optimizer would not find the scale that it sets here."""
 
@@ -336,7 +343,7 @@ class DistributedOptimizer(NetworkState, Optimizer):
         self._optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes on the wrapped optimizer, such as ``param_groups``, ``state`` and ``defaults``."""
+        """Look up other attributes on the wrapped optimizer, such as ``defaults``."""
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -222,6 +223,22 @@ def refused(comm: Communicator) -> list[str]:
         two.requires_grad_(True)
         said(optimizer.step)
     return found
+
+
+def test_a_state_and_groups_that_are_assigned_are_those_of_the_wrapped_optimizer() -> None:
+    weights = []
+    for wrap in (lambda optimizer: optimizer, lambda optimizer: DistributedOptimizer(optimizer, "local")):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = wrap(torch.optim.SGD([weight], 0.1, momentum=0.9))
+        for step in range(4):
+            weight.grad = torch.ones(3)
+            optimizer.step()
+            if step == 1:
+                optimizer.state = defaultdict(dict)
+            elif step == 2:
+                optimizer.param_groups = [{**group, "lr": 0.5} for group in optimizer.param_groups]
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("clips", [True, False])
