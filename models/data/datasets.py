@@ -41,7 +41,14 @@ def digits(image_shape: Sequence[int] = (1, 28, 28), dtype: torch.dtype = torch.
             repeated; pixels are scaled to [0, 1].
         dtype: dtype of the images; labels are int64.
         seed: seed of the split.
+
+    Raises:
+        ValueError: if ``image_shape`` has not three numbers.
     """
+    if len(image_shape) != 3:
+        raise ValueError(
+            f"image_shape is {tuple(image_shape)}; expected (channels, height, width), such as (1, 28, 28)"
+        )
     channels, height, width = image_shape
     levels, labels = raw_digits()
     images = torch.nn.functional.interpolate(

@@ -389,6 +389,11 @@ def test_digits_are_the_real_images_with_a_stratified_fifth_held_out() -> None:
     assert rows(everything) == rows(raw_digits()[0].unsqueeze(1).double() / 16)
 
 
+def test_digits_of_a_wrong_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"image_shape is \(8, 8\); expected \(channels, height, width\)"):
+        digits((8, 8))
+
+
 def test_the_bundled_digits_are_those_of_scikit_learn() -> None:
     levels, labels = raw_digits()
     assert (levels.shape, levels.dtype, labels.dtype) == ((1797, 8, 8), torch.uint8, torch.int64)
