@@ -30,7 +30,7 @@ from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange
 
 _FIRST_CALLS = 6  # try both ways in turn: the first call of each also maps memory
-_TRIAL_CALLS = 64  # one of them tries the slower way, if that is nearly as fast
+_TRIAL_CALLS = 64  # later one of them tries the slower way, if that is nearly as fast; earlier one of fewer
 _MOST_SLOT_VIEWS = 4096
 _NO_MEMORY = "the values of a tensor of shape {} are in no memory; expected a tensor with storage"
 
@@ -299,6 +299,7 @@ class Costs:
     def __init__(self) -> None:
         self._seconds = [0.0, 0.0]
         self._calls = 0
+        self._next_trial = 2 * _FIRST_CALLS
 
     def choose(self) -> int:
         """Return the way of the next call, 0 or 1."""
@@ -306,8 +307,11 @@ class Costs:
         self._calls += 1
         if self._calls <= _FIRST_CALLS:
             return self._calls % 2
-        period = _TRIAL_CALLS * self._seconds[1 - best] / self._seconds[best]  # slower ways are tried less often
-        return 1 - best if self._calls % int(period) == 0 else best
+        if self._calls < self._next_trial:
+            return best
+        slower = self._seconds[1 - best] / self._seconds[best]  # slower ways are tried less often
+        self._next_trial += int(min(self._calls, _TRIAL_CALLS) * slower)
+        return 1 - best
 
     def note(self, way: int, seconds: float) -> None:
         """Record a call's time; outliers have little weight."""

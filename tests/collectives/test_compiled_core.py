@@ -295,6 +295,6 @@ def test_the_faster_way_is_taken_and_the_slower_one_tried_rarely() -> None:
         seconds = (1.0, 3.0) if call < 500 else (9.0, 3.0)
         costs.note(way, 100.0 if call in (0, 20) else seconds[way])  # single late calls change nothing
     assert {*taken[:2]} == {0, 1}
-    assert sum(taken[6:500]) <= 494 // (64 * 3) + 1
+    assert sum(taken[6:500]) <= 494 // (64 * 3) + 2  # two of the first 64 calls
     assert sum(taken[700:]) >= 1300 - 1300 // 64
     assert 0 in taken[700:]
