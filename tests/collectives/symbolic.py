@@ -7,21 +7,26 @@ Messages wait in one FIFO channel for each ordered pair of ranks; sending never 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from gangline.collectives.schedule import Receive, Schedule, Send, Step
+from gangline.collectives.schedule import NumberedStep, Receive, Schedule, Send, Step
 from gangline.collectives.schedule.schedule import steps_by_rank
 
 
-def verify(schedule: Schedule) -> None:
+def verify(schedule: Schedule, programs: Sequence[Sequence[NumberedStep]] | None = None) -> None:
     """Run the ranks' programs on symbols and check that each result holds each contribution exactly once.
+
+    Args:
+        schedule: what to check.
+        programs: one program per rank in place of the schedule's own; None: `steps_by_rank`.
 
     Raises:
         ValueError: if a result is wrong, a chunk is read before it was written, the two ends of a message disagree, a
             message is never received, or ranks deadlock. Names rank, round and chunk.
     """
     run = _Run(schedule)
-    programs = steps_by_rank(schedule)
+    programs = steps_by_rank(schedule) if programs is None else programs
     runnable = deque(range(schedule.size))
     position = [0] * schedule.size
     waits_for: dict[int, int] = {}

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -162,6 +163,12 @@ def test_hierarchical_sends_a_local_rank_s_share_of_the_ring_s_bytes_between_hos
     assert between == 12 * (2 * n // 4 * 2 // 3)
 
 
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_the_ring_s_pairs_form_a_ring(collective: str) -> None:
+    schedule = built(collective, "ring", 7, segments=2)
+    assert pairs(schedule) == {(rank, (rank + 1) % 7) for rank in range(7)}
+
+
 def test_the_ring_enters_each_host_once() -> None:
     hosts = tuple(rank % 4 for rank in range(32))
     found = pairs(built("all_reduce", "ring", 32, hosts=hosts))
@@ -257,6 +264,45 @@ def test_links_between_hosts_have_their_own_price() -> None:
     assert (alone, mixed) == (3, 1100 * 3)
 
 
+class TestVerifyFinds:
+    def test_a_sum_that_is_complete_in_only_some_of_its_chunks(self) -> None:
+        uneven = rounds([transfers(1, 0, 0, 2, reduce=True)], [transfers(1, 0, 1, reduce=True)])
+        schedule = Schedule("reduce", "by_hand", 2, 2, uneven, root=0)
+        assert schedule.program(0)[0] == Reduce((0, 1), 0, 2, complete=False)
+        with pytest.raises(ValueError, match=r"chunk 0: holds ranks \[0, 1\], but is not marked complete"):
+            verify(schedule)
+
+    def test_messages_left_over_or_in_another_order(self) -> None:
+        schedule = built("all_reduce", "ring", 4)
+        programs = steps_by_rank(schedule)
+        first, second, *_, last = [place for place, (_, step) in enumerate(programs[0]) if isinstance(step, Send)]
+        with pytest.raises(ValueError, match=r"ring all_reduce, rank 0, .*: rank 1 never receives it"):
+            verify(schedule, [[*programs[0], programs[0][last]], *programs[1:]])
+        programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
+        with pytest.raises(ValueError, match=r"expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3"):
+            verify(schedule, programs)
+
+    @pytest.mark.parametrize(
+        ("collective", "name"),
+        [each for each in EVERY if each != ("broadcast", "halving_doubling")],  # it sends some chunks twice to a rank
+    )
+    def test_any_message_missing(self, collective: str, name: str) -> None:
+        schedule = built(collective, name, 5)
+        for index in range(schedule.messages()):
+            with pytest.raises(ValueError, match=f"{name} {collective}"):
+                verify(damaged(schedule, index, 0))
+
+    @pytest.mark.parametrize(("collective", "name"), [each for each in EVERY if "reduce" in each[0]])
+    def test_any_contribution_added_twice(self, collective: str, name: str) -> None:
+        schedule = built(collective, name, 5)
+        for index, reduces in enumerate(
+            table.reduce for tables in schedule.rounds for table in tables for _ in table.rows()
+        ):
+            if reduces:
+                with pytest.raises(ValueError, match=f"{name} {collective}"):
+                    verify(damaged(schedule, index, 2))
+
+
 def test_the_documentation_shows_schedules_and_prices_as_they_are() -> None:
     page = Path(__file__).parents[2] / "docs" / "collectives.md"
     examples = re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)
@@ -264,6 +310,21 @@ def test_the_documentation_shows_schedules_and_prices_as_they_are() -> None:
     assert len(session.examples) > 10
     found: list[str] = []
     assert doctest.DocTestRunner().run(session, out=found.append).failed == 0, "".join(found)
+
+
+def damaged(schedule: Schedule, index: int, times: int) -> Schedule:
+    """Return the schedule with one message, numbered over all tables, repeated ``times`` times."""
+
+    def at(number: int) -> Iterator[Transfers]:
+        before = sum(len(table) for tables in map(schedule.rounds.at, range(number)) for table in tables)
+        for table in schedule.rounds.at(number):
+            here = np.arange(before, before + len(table))
+            before += len(table)
+            yield table.where(here != index)
+            for _ in range(times):
+                yield table.where(here == index)
+
+    return replace(schedule, rounds=Rounds(len(schedule.rounds), at))
 
 
 # Execution: no memory is written while it is read, and foreign messages fail

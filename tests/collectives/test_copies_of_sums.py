@@ -9,6 +9,7 @@ import torch
 
 from gangline.collectives.compiled_core import core, problem
 from gangline.collectives.devices.backends import copies
+from gangline.collectives.devices.device_group import broadcast, reduce
 from gangline.kvstore import create
 from tests.operations import Operations
 
@@ -94,6 +95,46 @@ def test_a_parameter_is_a_value_and_an_output() -> None:
         kv.pushpull("w", values)
     assert all(torch.equal(value.detach(), torch.full((COUNT,), 2.0)) for value in values)
     assert all(value._version > version for value, version in zip(values, versions, strict=True))
+
+
+def ranked(rank: int) -> torch.Tensor:
+    """Return a tensor whose element i is i * 10 + rank."""
+    return (torch.arange(12, dtype=torch.float32) * 10 + rank).view(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype", "operations"),
+    [
+        (1, torch.float32, {"copy": 1}),
+        *(
+            (count, dtype, {"add": count - 1})
+            for dtype in (torch.float64, torch.float32, torch.int64, torch.bool)
+            for count in (2, 3, 4, 8)
+        ),
+        *((2, dtype, {"add": 1}) for dtype in (torch.float16, torch.bfloat16)),
+        *(  # the first one is widened, and the sum is rounded
+            (count, dtype, {"to": 1, "add": count - 1, "copy": 1})
+            for dtype in (torch.float16, torch.bfloat16)
+            for count in (3, 5)
+        ),
+    ],
+)
+def test_k_values_take_k_minus_1_adds(count: int, dtype: torch.dtype, operations: dict[str, int]) -> None:
+    values, out = [ranked(rank).to(dtype) for rank in range(count)], torch.empty(3, 4, dtype=dtype)
+    with Operations() as counted:
+        reduce(values, out)
+    assert counted.counts == operations
+    assert all(torch.equal(value, ranked(rank).to(dtype)) for rank, value in enumerate(values))  # are not changed
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_broadcast_copies_once_into_each_out(count: int) -> None:
+    value, outs = ranked(5), [torch.empty(3, 4) for _ in range(count)]
+    with Operations() as operations:
+        broadcast(value, outs)
+    assert operations.counts == ({"copy": count} if count else {})
+    assert all(torch.equal(out, ranked(5)) for out in outs)
+    assert torch.equal(value, ranked(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])

@@ -26,7 +26,7 @@ from gangline.collectives.liveness import status_socket
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
-from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, expect, ramp
+from tests.collectives.situations import SITUATIONS, Said, all_reduce, broadcast, error_of, expect, ramp
 from tests.collectives.stage import WAITS, Actor, Stage
 
 pytestmark = pytest.mark.timeout(110)
@@ -305,6 +305,32 @@ def test_names_of_other_sockets_and_cut_names_of_processes_end_no_wait(monkeypat
 # Ranks that close
 
 
+def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said | None]:
+    Actor(comm.rank, path)
+    comm.barrier()
+    if comm.rank == leaver:
+        raise LookupError(f"sample {comm.rank} is missing")
+    return [error_of(comm.barrier), error_of(comm.barrier)]
+
+
+@pytest.mark.slow
+def test_a_rank_that_closes_after_an_error_is_named() -> None:
+    with ExitStack() as stack:  # in parallel, as all of them wait
+        cases = [
+            (size, leaver, stack.enter_context(Stage(leave_with_an_error, size, leaver, transport=transport)))
+            for transport, size, leaver in (("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3))
+        ]
+        endings = [(size, leaver, stage.outcomes()) for size, leaver, stage in cases]
+    for size, leaver, outcomes in endings:
+        assert isinstance(outcomes[leaver].error, LookupError)
+        for rank in set(range(size)) - {leaver}:
+            first, second = outcomes[rank].value
+            assert first.kind == "DeadNodeError"
+            text = rf"rank {leaver} closed its communicator \(rank \d waited in barrier\(\)\)"
+            assert re.fullmatch(text, first.text), first
+            assert second == first
+
+
 def leave_two_behind(comm: Communicator, path: str) -> None:
     actor = Actor(comm.rank, path)
     pair = comm.split(0 if comm.rank < 2 else None)
@@ -357,6 +383,22 @@ def test_a_rank_may_close_with_a_group_still_open(transport: str) -> None:
         assert stage.heard(1) == WAITS
         stage.say(2)
         assert [outcome.error for outcome in stage.outcomes()] == [None] * 3
+
+
+def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
+    Actor(comm.rank, path)
+    for index in range(rounds):
+        with comm.split(0) as child:
+            broadcast(1 << 6 * index, 0, child, index % comm.size)
+        with comm.split(0) as child:
+            all_reduce(1 << 6 * index, child, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), ("ipc", 3), ("tcp", 2), ("tcp", 4)])
+def test_messages_sent_before_close_arrive(transport: str, size: int) -> None:
+    with Stage(close_at_once, size, 4, transport=transport) as stage:
+        assert [outcome.error for outcome in stage.outcomes()] == [None] * size
 
 
 # Late and busy ranks

@@ -20,18 +20,8 @@ from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.watchdog import Watchdog
 from tests.collectives import ranks
-from tests.collectives import simulated_gpus as simulation
 from tests.collectives.ranks import MOVING, REDUCING, in_threads, outcomes_in_threads, same
-from tests.collectives.simulated_gpus import (
-    Event,
-    HostRank,
-    SimulatedGpuTensor,
-    Stream,
-    capture,
-    current_stream,
-    on_simulated_gpu,
-    simulated_gpus,
-)
+from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
 COLLECTIVES = (*REDUCING, *MOVING)
 COUNT = 37
@@ -157,6 +147,19 @@ def test_gpus_that_nccl_refuses_use_the_host(
     assert [record.getMessage() for record in caplog.records] == [text]
     assert len(made) == 2 - len(failing)
     assert all(one.is_aborted for one in made)
+
+
+def test_missing_requirements_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def run(comm: Communicator) -> None:
+        check(comm, "all_reduce", comm.rank)
+        check(comm, "all_gather", comm.rank)
+
+    with simulated_gpus(nccl="a card index of rank and file"):
+        in_threads(2, run)
+        in_threads(2, run)
+    said = [record.getMessage() for record in caplog.records]
+    text = "tensors on GPUs go through host memory, not by NCCL: rank 0: a card index of rank and file"
+    assert said == [text]
 
 
 @pytest.mark.parametrize("cards", [(0, 1, 2), (0, 0, 0), (None, 0, 1), (None, None, None)])
@@ -427,48 +430,6 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
 
     in_threads(2, run)
     assert order == (["left", "aborted"] if call_ends else ["aborted", "left"])
-
-
-# -- capture --------------------------------------------------------------------------------------------------------
-
-
-def test_a_collective_in_a_capture_is_refused(machine: None) -> None:
-    def run(comm: Communicator) -> None:
-        torch.cuda.set_device(comm.rank)
-        tensor = on_simulated_gpu(torch.ones(3), comm.rank)
-        with capture(current_stream(tensor.device)):
-            comm.all_reduce(tensor)
-
-    for error in outcomes_in_threads(2, run):
-        assert "all_reduce was called while a CUDA graph is captured" in str(error)
-
-
-@pytest.mark.parametrize("is_relaxed", [True, False])
-def test_a_capture_beside_the_thread_that_watches_calls(monkeypatch: pytest.MonkeyPatch, is_relaxed: bool) -> None:
-    card, query, ends, seen = torch.device("cuda", 0), Event.query, threading.Event(), threading.Event()
-
-    def noted(event: Event) -> bool:
-        if threading.current_thread().name == "gangline-nccl" and simulation._captured:
-            seen.set()
-        return query(event)
-
-    def run(comm: Communicator) -> list[float]:
-        tensor = on_simulated_gpu(torch.ones(1))
-        current_stream(card).put(ends.is_set)  # a kernel that runs until then
-        comm.all_reduce(tensor)
-        try:
-            with capture(Stream(card)):
-                assert seen.wait(20)
-        finally:
-            ends.set()
-        return [*tensor.tolist(), *comm.all_reduce(tensor).tolist()]
-
-    monkeypatch.setattr(Event, "query", noted)
-    with simulated_gpus():
-        if not is_relaxed:
-            monkeypatch.setattr(nccl_selection, "_allow_queries_during_capture", lambda: None)
-        [outcome] = outcomes_in_threads(1, run)
-    assert outcome == [1.0, 1.0] if is_relaxed else "capture" in str(outcome)
 
 
 # -- on GPUs --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -32,15 +33,16 @@ from gangline.collectives.communicator import open_communicator
 from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.membership import CLOSED, PROPOSALS, ProcessMembership, ThreadMembership
+from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
 from gangline.collectives.liveness.process_state import state_of, this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.base import BootstrapAllGather
-from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
+from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
+from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.processes import Processes, Rank, in_processes
-from tests.collectives.ranks import with_exchange
+from tests.collectives.ranks import PATIENT, with_exchange
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -246,6 +248,36 @@ def test_a_lost_connection_may_be_restored() -> None:
 # File descriptors
 
 
+def _count_descriptors(rank: Rank) -> None:
+    """Open and close a membership and a transport over each address; tell what they hold open, and what stays."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:  # starts pyzmq's thread that frees sent memory
+        other.copy_threshold = 0
+        other.linger = 0
+        other.connect("inproc://nobody")
+        other.send(b"", copy=False, track=True)
+    before = len(os.listdir("/proc/self/fd"))
+    kinds: tuple[Callable[[str], Any], ...] = (
+        lambda address: open_membership(rank, address, limit=10),
+        lambda address: ZmqTransport(rank.rank, rank.size, rank.exchange, PATIENT, address=address),
+    )
+    for address, kind in itertools.product(ADDRESSES, kinds):
+        opened = kind(address)
+        rank.tell(len(os.listdir("/proc/self/fd")) - before)
+        rank.exchange(b"")
+        opened.close()
+        rank.tell(len(os.listdir("/proc/self/fd")) - before)
+        rank.exchange(b"")
+
+
+@pytest.mark.slow
+def test_sixteen_ranks_open_few_descriptors_and_close_them() -> None:
+    with Processes(_count_descriptors, 16) as ranks:
+        for _ in range(2 * len(ADDRESSES)):
+            assert max(ranks.all_heard()) <= 15 * 5 + 10
+            assert ranks.all_heard() == [0] * 16
+
+
 def _poll_without_descriptors(rank: Rank) -> None:
     membership = open_membership(rank, "ipc")
     with full_descriptor_table():
@@ -304,12 +336,70 @@ def test_a_full_descriptor_table_kills_nobody() -> None:
     assert in_processes(_poll_without_descriptors, 2) == [{}, {}]
 
 
+def test_an_error_is_sent_to_the_peers_whose_sockets_work() -> None:
+    with pair_of() as (membership, other, _):
+        with zmq.Context() as context:
+            broken = PeerSocket(context, bytes(32), binds=False)
+            broken.close(0)
+        sockets = membership.connections.peers.sockets
+        membership.connections.peers.sockets = {0: broken, **sockets}
+        membership.connections._shared[0] = {""}
+        membership.fail(StallError("too late"))
+        membership.connections.peers.sockets = sockets
+        assert other.sockets[0].socket.poll(10_000)
+        assert other.sockets[0].receive() == msgpack.packb(["failed", "StallError", "too late"])
+
+
 # Groups that are split off
 
 
 def _holdings() -> tuple[int, int]:
     """Return the numbers of this process's file descriptors and threads."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _split_membership(rank: Rank, address: str) -> None:
+    whole = open_membership(rank, address)
+    before = _holdings()
+    pair = whole.subgroup([2, 0], 1) if rank.rank != 1 else None
+    again = whole.subgroup([0, 1, 2], 2)
+    rank.exchange(b"")
+    assert _holdings() == before
+    until(lambda: len(again.at) == 3, again, 5)
+    assert again.at == dict.fromkeys(range(3), (5, SUM))
+    assert whole.at == {}
+    rank.exchange(b"")
+    whole.close()
+    if pair is not None:
+        until(lambda: len(pair.at) == 2, pair, 7, FROM_0)
+        assert (pair.rank, pair.at) == (0 if rank.rank == 2 else 1, dict.fromkeys(range(2), (7, FROM_0)))
+        assert pair.gone == {}
+        if rank.rank == 0:
+            pair.fail(StallError("of the pair"))
+        else:
+            until(lambda: pair.failure, pair, 7, FROM_0)
+            assert str(pair.failure) == "of the pair"
+    rank.exchange(b"")
+    assert (again.failure, again.gone) == (None, {})
+    if pair is not None:
+        pair.close()
+    rank.tell("ready")
+    until(lambda: 1 in again.gone or rank.rank == 1, again, 6)
+    while rank.rank == 1:
+        again.poll(6, SUM)  # until it is killed
+    rank.tell(again.gone)
+    again.close()
+    rank.tell(_holdings() < before)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_groups_share_connections_that_outlive_the_group_they_were_split_from(address: str) -> None:
+    with Processes(_split_membership, 3, address) as ranks:
+        assert ranks.all_heard() == ["ready"] * 3
+        ranks.kill(1)
+        for rank in (0, 2):
+            assert ranks.heard(rank)[1] == LOST
+            assert ranks.heard(rank) is True
 
 
 def _close_in_any_order(rank: Rank, address: str) -> None:
@@ -427,6 +517,54 @@ def check_until(watchdog: Watchdog, missing: list[int]) -> GanglineError:
             watchdog.check(missing)
         except GanglineError as error:
             return error
+
+
+@pytest.fixture
+def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the clock by one that advances by 10 ms at each call, so that the test need not wait."""
+    ticks = itertools.count(10_000)
+    monkeypatch.setattr(
+        "gangline.collectives.liveness.watchdog.time", SimpleNamespace(monotonic=lambda: next(ticks) / 100)
+    )
+
+
+def test_the_death_of_a_rank_ends_waits_on_all_ranks() -> None:
+    group = group_at(None, None, None, None)
+    group[0].gone.update({3: LOST, 2: CLOSED, 1: LOST})
+    error = check_until(watch_of(group[0]), [])
+    text = f"ranks 1, 3 {LOST} (rank 0 waited in all_reduce(4 x float32, sum))"
+    assert (type(error), str(error)) == (DeadNodeError, text)
+    assert [(type(membership.failure), str(membership.failure)) for membership in group[1:]] == [
+        (DeadNodeError, text)
+    ] * 3
+    again = check_until(watch_of(group[2]), [0])
+    assert (type(again), str(again)) == (DeadNodeError, text)
+
+
+@pytest.mark.usefixtures("quick_clock")
+def test_a_closed_rank_is_an_error_only_for_ranks_that_wait_for_it() -> None:
+    group = group_at(None, None, None)
+    group[1].close()
+    group[1].close()
+    watchdog = watch_of(group[0])
+    for _ in range(500):  # longer than what it sent may take to arrive
+        watchdog.check([2])
+    watchdog.check([1])  # what it sent before may still arrive
+    error = check_until(watchdog, [1, 2])
+    assert str(error) == f"rank 1 {CLOSED} (rank 0 waited in all_reduce(4 x float32, sum))"
+    assert isinstance(error, DeadNodeError)
+
+
+@pytest.mark.usefixtures("quick_clock")
+def test_a_mismatch_waits_a_little_for_ranks_that_have_not_announced_a_call() -> None:
+    group = group_at((5, SUM), (5, FROM_0), None)
+    watchdog = watch_of(group[0])
+    watchdog.check([1])
+    group[2].poll(6, FROM_0)  # past this call
+    with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
+        watchdog.check([1])
+    late = group_at((5, SUM), (5, FROM_0), None)
+    assert str(check_until(watch_of(late[0]), [1])) == str(check_until(watchdog, [1])) == str(group[1].failure)
 
 
 def test_a_mismatch_names_numbers_and_unknown_calls() -> None:

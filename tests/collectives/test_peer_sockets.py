@@ -97,6 +97,22 @@ def first_of(peer: PeerSocket) -> Any:
     return message
 
 
+def test_sending_without_a_peer_is_refused() -> None:
+    with binding_socket() as (connection, _):
+        assert not connection.send(b"at")
+        with pytest.raises(zmq.Again):
+            connection.send_frame(b"at")
+
+
+@pytest.mark.slow
+def test_hundreds_of_contexts_terminate() -> None:
+    for _ in range(300):
+        for each in two(lambda port: None):
+            each.sockets[1 - each.rank].send(b"closed")
+            each.close(0)
+            each.close(0)
+
+
 @pytest.mark.slow
 def test_a_context_terminates_whenever_the_peer_disconnects(tmp_path: Path) -> None:
     port = f"ipc://{tmp_path}/connection"
@@ -178,6 +194,16 @@ def test_a_new_connection_is_up_before_the_end_of_the_old_one_is_read() -> None:
             assert bare.recv() == ANSWER
             connection.poll_monitor()
             assert connection.down_since is None
+
+
+def test_a_strangers_hello_is_ignored() -> None:
+    with binding_socket() as (connection, port), caller(port, TOKEN) as (bare, _):
+        bare.send(ANSWER)
+        bare.send(b"closed")
+        assert connection.socket.poll(10_000)
+        assert not connection.poll_hello()
+        assert connection.receive() is None
+        assert connection.down_since is not None
 
 
 # Heartbeats: note 4 in zmq/context.py

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,11 @@ from gangline.kvstore.buckets import plan
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Command, CommandResult, Push, ValuesRead
+from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.cases import check
+from tests.kvstore.parameter_server.in_process import Job, RawClient
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -351,3 +355,41 @@ def test_in_async_each_push_is_clipped_by_itself() -> None:
 
 def test_allreduce_workers_clip_their_sums() -> None:
     check("allreduce", 2, 0, CASES)
+
+
+def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before() -> None:
+    count, small = 20_000, 4
+    spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0})))
+    with Job(1) as job:
+        (member,) = job.members()
+        with RawClient.of_worker(member) as client:
+            sizes = {5: count, 6: small}
+            for sequence, (number, size) in enumerate(sizes.items(), 11):
+                client.define(sequence, number, [size], bytes(4 * size), key=str(number))
+            assert "RuntimeError" in client.refusal(Command(2, "norms", b""))
+            assert client.request(Command(3, "optimizer", spec)) == CommandResult(3, b"")
+            entries = [[number, 1, DENSE, 4 * size] for number, size in sizes.items()]
+            ones = [torch.ones(size).numpy().tobytes() for size in sizes.values()]
+            assert client.request(Push(4, entries, None, None, False, None), *ones) == Ack([4])
+            for _ in range(2):  # asked again, for the answer was lost
+                norms = msgpack.unpackb(client.request(Command(5, "norms", b"")).payload)
+                assert norms == [pytest.approx(math.sqrt(count)), 2.0]
+            values, (data,) = read_large(client, 6)
+            assert not torch.frombuffer(bytearray(data), dtype=torch.float32).any()
+            update = Command(7, "update", msgpack.packb([0.5, 3.0]))
+            client.send(update)
+            client.pull(8, 99, 0)
+            assert client.receive()[0].error == "MismatchError"
+            assert client.has_nothing()
+            assert client.request(ValuesRead([values.number])) == CommandResult(7, b"")
+            assert client.request(update) == CommandResult(7, b"")  # it came before, and is not done twice
+            values, (data,) = read_large(client, 9)
+            assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.full((count,), -1.5))
+            assert msgpack.unpackb(client.request(Command(10, "norms", b"")).payload) == []
+
+
+def read_large(client: RawClient, sequence: int) -> tuple[Any, list[bytes]]:
+    client.pull(sequence, 5, 1)
+    values, frames = client.receive()
+    assert values.number  # the server waits for ValuesRead
+    return values, frames

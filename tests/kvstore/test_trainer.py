@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gangline import Communicator, spawn
+from gangline import Communicator, DistributedOptimizer, spawn
 from gangline.kvstore import Trainer, create
 from tests.collectives.ranks import in_threads
 
@@ -203,6 +203,19 @@ def test_gradients_leave_during_the_trainers_backward() -> None:
         assert before_step == [0, 3, 3, 3, 3, 3]  # buckets
 
 
+def test_a_skipped_step_drops_what_a_failed_backward_left() -> None:
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    trainer = Trainer(model, "sgd", {"learning_rate": 1.0})
+    weights = []
+    for x, fails in ((1.0, False), (2.0, True), (3.0, False)):
+        trainer.zero_grad()
+        model(torch.full((1, 1), x).double()).sum().backward()
+        trainer.skip() if fails else trainer.step(1)
+        weights.append(float(model.weight.detach()))
+    assert weights == [-1, -1, -4]
+
+
 def _calls_of_a_step(layers: int) -> int:
     """Return the calls of functions, of Python and of C, in a step of a network with two parameters per layer."""
     network = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
@@ -249,3 +262,22 @@ def _hooks_after_each_step(comm: Communicator, early_steps: Sequence[bool]) -> l
 def test_hooks_of_gradients_exist_only_where_buckets_leave_during_backward() -> None:
     early_steps = [False, False, True, True, False, False, False]
     assert in_threads(2, _hooks_after_each_step, early_steps) == [[0, 0, 4, 4, 0, 0, 0]] * 2
+
+
+def _hooks_after_accumulating(comm: Communicator) -> list[int]:
+    network, hooks = nn.Linear(4, 2), []
+    with create("allreduce", communicator=comm) as kv:
+        optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), kv)
+        for _ in range(2):
+            for _ in range(3):
+                with optimizer.no_sync():
+                    network(torch.ones(2, 4)).sum().backward()
+                hooks += [len(one._post_accumulate_grad_hooks) for one in network.parameters()]
+            network(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+    return hooks
+
+
+def test_a_distributed_optimizer_keeps_its_hooks_while_gradients_are_accumulated() -> None:
+    assert in_threads(2, _hooks_after_accumulating) == [[2] * 12] * 2  # its own, and the reducer's

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from gangline import Context, Module, contexts, cpu, gpu, num_gpus
 from gangline.doctor.inventory import device_table
 from gangline.kvstore import create
+from gangline.kvstore.device import DeviceStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,6 +134,63 @@ def test_two_bits_of_gpus_are_those_of_cpu_contexts() -> None:
                     module.forward_backward_update(data.double(), label.double())
                 found.append(module.get_params() | module.compression_residuals())
         assert same_bits(*found)
+
+
+def test_a_step_never_has_the_host_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels on the host are counted there; the first two steps create buckets, streams and kernels."""
+    monkeypatch.setattr("gangline.kvstore.reducer.reducer.BUCKET_BYTES", 1 << 16)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    for places in groups_of_gpus():
+        torch.manual_seed(0)
+        network = nn.Sequential(*copy.deepcopy(layers), nn.Linear(128, CLASSES))
+        batches = [(torch.randn(32, 128).pin_memory(), torch.randint(CLASSES, (32,)).pin_memory()) for _ in range(6)]
+        with Module(network, nn.CrossEntropyLoss(), places) as module:
+            module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+            for number, (data, label) in enumerate(batches):
+                if number == 2:
+                    torch.cuda.synchronize()
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    module.forward_backward_update(data, label)
+                finally:
+                    if number in (0, 1, len(batches) - 1):
+                        torch.cuda.set_sync_debug_mode("default")
+            replicas_are_equal(module)
+
+
+class Early(DeviceStore):
+    """Records the keys pushed before every replica's backward had reached its first layer."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.arrived: list[int] = []
+        self.early: set[Any] = set()
+
+    def _push_bucket(self, bucket: Any, values: Any, keys: Any, *arguments: Any) -> Any:
+        if len(self.arrived) < self.replicas:
+            self.early.update(keys)
+        return super()._push_bucket(bucket, values, keys, *arguments)
+
+
+def test_buckets_leave_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gangline.kvstore.reducer.reducer.BUCKET_BYTES", 1 << 12)
+    for places in groups_of_gpus():
+        network = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+        with Early(len(places)) as store, Module(network, nn.CrossEntropyLoss(), places) as module:
+            module.init_optimizer(store, "sgd", {"lr": 0.1})
+            data, label = torch.randn(16, 32), torch.randint(CLASSES, (16,))
+            module.forward_backward_update(data, label)
+            store.early.clear()  # the first step only records the order
+            for replica in module.bound.replicas.all:
+                replica.network.get_parameter("0.weight").register_hook(
+                    lambda _, store=store, number=replica.context_index: store.arrived.append(number)
+                )
+            module.forward_backward_update(data, label)
+            assert sorted(store.arrived) == list(range(len(places)))
+            assert {"4.weight", "4.bias"} <= store.early
+            assert "0.weight" not in store.early
+            replicas_are_equal(module)
 
 
 class Spin(nn.Module):

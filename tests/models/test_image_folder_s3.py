@@ -160,3 +160,13 @@ def test_a_credential_that_is_taken_away_ends_reading(
         list(source(dataset, 4, shuffle=False, seed=0).epoch(0))
     assert dataset.skipped == []  # the server refused access: not an unreadable image
     assert SECRET not in told(caught, caplog)
+
+
+def test_no_credentials_at_all_are_an_error_that_says_where_they_belong(
+    store: Any, anew: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(RuntimeError, match="check that the credentials in the environment"):
+        ImageFolder("s3://pictures/train", SHAPE)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gangline import Module
+from gangline.models.batchnorm.sync_batchnorm import Aborted, JointBatchNorm, ThreadBarrier
 
 pytestmark = pytest.mark.timeout(60)
 Values = dict[str, torch.Tensor]
@@ -175,6 +176,13 @@ def test_other_layers_equal_one_network_over_the_whole_batch(make: Callable[[], 
     check(network, data, gradient, [4, 2, 1], 1e-12)
 
 
+def test_torchs_layer_for_process_groups_is_left_alone() -> None:
+    networks = [nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3)) for _ in range(2)]
+    with JointBatchNorm(networks).section(ThreadBarrier([0, 1]), 0):
+        assert "forward" not in vars(networks[0][0])
+        assert "forward" in vars(networks[0][1])
+
+
 class Chosen(nn.Module):
     """Runs the layers that the first number of its share stands for; copies share the choices."""
 
@@ -249,3 +257,11 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
         pytest.raises(ValueError, match=r"layer '1\.0' is a Own with a forward of its"),
     ):
         module.bind((4, 3))
+
+
+def test_a_participant_that_arrives_after_an_error_does_not_wait() -> None:
+    barrier = ThreadBarrier([0, 1])
+    barrier.abort(ValueError("early"))
+    with pytest.raises(Aborted, match="ValueError: early") as caught:
+        barrier.exchange(1, None)
+    assert isinstance(caught.value.__cause__, ValueError)

@@ -235,6 +235,14 @@ def test_a_checkpoint_of_another_network_is_refused(command: str, images: Path, 
     assert err.endswith(f"gangline: checkpoint {prefix}-0001.json is of network mlp, but --network is lenet\n")
 
 
+def test_weights_of_another_network_are_refused_with_the_file(tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "mlp.safetensors"
+    save_file({name: value.contiguous() for name, value in create("mlp", 10).state_dict().items()}, file)
+    _, err = run("train", "--network", "lenet", "--cpus", "1", "--pretrained", file, code=1)
+    assert f"gangline: weights {file} do not fit the network: parameters [" in err
+    assert "allow_missing" not in err
+
+
 def test_the_files_of_a_checkpoint_have_the_permissions_of_the_umask(tmp_path: Path, run: Run) -> None:
     before = os.umask(0o027)
     try:

@@ -6,6 +6,7 @@ A layer sleeps for each sample, so that speeds do not depend on the machine.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.models.balance import speed_model
+from gangline.models.balance.balancer import ElapsedTime
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
@@ -139,6 +141,7 @@ def of_two_workers(comm: Communicator, folder: str) -> dict[str, Any]:
         "real time": in_a_job(comm, UNEQUAL, is_simulated=False),
         "own batches": in_a_job(comm, EQUAL, data=batches, epochs=1, batch_size=None),
         "own loop": own_loop(comm),
+        "small batches": small_batches(comm),
         "messages": [counted(comm, words) for words in (None, "auto")],
         "refused": [refused(comm, words) for words, _ in REFUSED],
         "page": page_in_a_job(comm, folder),
@@ -222,6 +225,21 @@ def test_a_changed_split_begins_at_a_batch_that_no_worker_has_begun_to_read() ->
     check_samples(found, 4)
     assert found[0]["final"][0] > 0.7
     assert distance(found[0]["params"], alone(4)) <= 1e-11
+
+
+@pytest.mark.parametrize(
+    ("best_split", "in_turn", "expected"), [(False, False, 3.0), (True, False, 1.5), (False, True, 4.0)]
+)
+def test_the_time_of_a_worker_is_that_of_its_contexts_together(
+    best_split: bool, in_turn: bool, expected: float
+) -> None:
+    workers = Workers()
+    workers.count, workers.is_auto = 2, True
+    balance = WorkerBalance(workers, logging.getLogger("gangline"), best_split=best_split)
+    balance.record(7, [2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
+    assert balance.message() == [[7, [4], [expected]]]
+    assert balance.message() == []
+    assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
 
 
 def counted(comm: Communicator, words: str | None) -> int:
@@ -380,3 +398,28 @@ def test_a_loop_of_the_users_own_is_balanced_at_begin_epoch(two: list[dict[str, 
     assert loads == same
     assert loads[0] > 0.7
     assert distance(params, alone(4, shuffle=False)) <= 1e-11
+
+
+def small_batches(comm: Communicator) -> Any:
+    data, label = samples()
+    with unequal_worker(comm) as (store, made):
+        made.init_optimizer(store, "sgd", RATE)
+        for batch in (data.split(1), label.split(1)), (data.split(3), label.split(3)):
+            for part, labels in zip(batch[0][:4], batch[1][:4], strict=True):
+                mine = made.workers.share(len(part))
+                made.forward_backward_update(part[mine], labels[mine])
+        return made.get_params()
+
+
+def test_a_share_without_samples_takes_part_in_the_step(two: list[dict[str, Any]]) -> None:
+    data, label = samples()
+    with module([0.0]) as plain:
+        network = plain.network
+    optimizer = torch.optim.SGD(network.parameters(), RATE["learning_rate"], RATE["momentum"])
+    for size in (1, 3):
+        for part, labels in zip(data.split(size)[:4], label.split(size)[:4], strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(part), labels).backward()
+            optimizer.step()
+    for params in of_both(two, "small batches"):
+        assert distance(params, network.state_dict()) <= 1e-11

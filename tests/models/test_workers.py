@@ -163,11 +163,21 @@ def test_random_streams_and_running_statistics_are_those_of_as_many_contexts_of_
         assert distance(params, alone) <= 1e-11
 
 
-def of_two_workers(comm: Communicator, ports: list[int]) -> dict[str, Any]:
+def unwritable_in_a_job(comm: Communicator, folder: str) -> str:
+    with create("allreduce", communicator=comm) as store, Module(network(), nn.CrossEntropyLoss(), cpu()) as module:
+        module.init_optimizer(store)
+        with pytest.raises(OSError, match="file") as raised:
+            module.save_checkpoint(f"{folder}/file/net", 1)
+        module.save_checkpoint(f"{folder}/net", 1)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def of_two_workers(comm: Communicator, folder: str, ports: list[int]) -> dict[str, Any]:
     """Do many things as one of two workers; return what each showed."""
     return {
         "own batches": [own_batches_in_a_job(comm, as_loader) for as_loader in (False, True)],
         "noise": noise_in_a_job(comm),
+        "unwritable": unwritable_in_a_job(comm, folder),
         "reports": reports_in_a_job(comm),
         "refused": refused_in_a_job(comm),
         "parallel": in_parallel(comm, ports[0]),
@@ -177,8 +187,16 @@ def of_two_workers(comm: Communicator, ports: list[int]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return spawn(of_two_workers, 2, free_ports(3), threads=1)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "file").write_text("not a folder")
+    return spawn(of_two_workers, 2, str(folder), free_ports(3), threads=1)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_of_all_workers(two: list[dict[str, Any]]) -> None:
+    first, second = (each["unwritable"] for each in two)
+    assert first.startswith(("FileExistsError", "NotADirectoryError"))
+    assert second == first
 
 
 def reports_in_a_job(comm: Communicator) -> tuple[list[str], int]:

@@ -44,11 +44,7 @@ for epoch in range(3):
         optimizer.step()
         ema.update(model)
     with torch.no_grad():
-        model.eval()
-        own, average = (
-            (one(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).double().mean() for one in (model, ema.module)
-        )
-        model.train()
-    print(f"epoch {epoch} loss {loss:.4f} accuracy {own:.3f}, of the average {average:.3f}")
+        accuracy = (ema.module(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).double().mean()
+    print(f"epoch {epoch} loss {loss:.4f} accuracy of the average {accuracy:.3f}")
 
 utils.save(model=model, ema=ema)

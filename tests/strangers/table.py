@@ -57,6 +57,9 @@ class Row:
     """Text of a warning on rank 0, where the weights are others than those of the plain script."""
     page: str = ""
     """Text of docs/unequal.md that says why the weights are others than those of the plain script."""
+    tolerance: float = TOLERANCE
+    dtype: torch.dtype = torch.float64
+    loads: Mapping[int, list[float]] = field(default_factory=lambda: LOADS)
 
     def write(self, folder: Path) -> Path:
         """Write the script to a folder and return its path."""
@@ -80,6 +83,12 @@ READ_LATE = (
     ("        loss.backward()\n", "        loss.backward()\n        X, Y = next(stream)\n"),
 )
 PLAIN_LOADER = ("MultiEpochsDataLoader(dataset", "DataLoader(dataset")
+STOP = (
+    (
+        "                break\n",
+        "                if world_size == 1:\n                    break\n                loader.stop()\n",
+    ),
+)
 
 LOSSES = {
     "DCGAN": Row("dcgan"),
@@ -89,16 +98,25 @@ LOSSES = {
     "CLIP, loss of own rows": Row(
         "clip", (("loss = clip_loss(image_features, text_features, logit_scale)", LOCAL_LOSS),)
     ),
+    "metric learning": Row("triplet", wrappers=BOTH),
     "MoE language model": Row("moe_lm"),
     # FSDP2 itself fails if an expert runs on some ranks alone.
     "MoE, experts run without tokens": Row("moe_lm", (("if len(rows):", "if True:"),), wrappers=("fsdp2",)),
+    "detector, frozen BatchNorm": Row("detector"),
     "DETR criterion": Row("detr"),
+    "knowledge distillation": Row("distill", wrappers=BOTH),
+    "multi-task heads": Row("multitask"),
+    "masked language model": Row("masked_lm", wrappers=BOTH),
     "packed sequences": Row("packed", wrappers=BOTH),
+    "in-place outputs": Row("inplace", wrappers=BOTH),
 }
 LOOPS = {
+    "fine-tuning in eval mode": Row("finetune_eval", wrappers=BOTH),
     "gradual unfreezing": Row("unfreeze"),
     "rewrapped in each stage": Row("rewrapped"),
     "EMA": Row("ema"),
+    "AMP": Row("amp"),
+    "AMP in bfloat16": Row("amp", dtype=torch.float32, tolerance=0.05),
     "compiled, then wrapped": Row("compiled"),
     "wrapped, then compiled": Row("compiled", environment={"COMPILE_OUTSIDE": "1", "TORCH_COMPILE_BACKEND": "eager"}),
     "gradient checkpointing": Row("checkpointing", wrappers=BOTH),
@@ -106,6 +124,10 @@ LOOPS = {
     "timm loop without its loaders": Row("timm_style", (PLAIN_LOADER, ("loader = PrefetchLoader(loader)\n", ""))),
     "nanoGPT loop": Row("nanogpt"),
     "nanoGPT loop, next batch read after backward": Row("nanogpt", READ_LATE),
+    "stream": Row("stream", wrappers=BOTH),
+    "early stopping by one rank": Row("early_stop"),
+    "early stopping by stop()": Row("early_stop", STOP),
+    "out of memory on one rank": Row("out_of_memory", loads={2: [3, 1], 3: [1, 2, 1]}),
 }
 REFUSED = {
     "DCGAN, one network named": Row(
@@ -134,11 +156,21 @@ REFUSED = {
         (("gangline.balance(model, loader)", "gangline.balance(model, PrefetchLoader(loader))"),),
         refusal="PrefetchLoader",
     ),
+    "out of memory under FSDP2": Row("out_of_memory", wrappers=("fsdp2",), refusal="DistributedDataParallel"),
+    "stream, kind not given": Row("stream", ((', stream="same"', ""),), refusal="stream="),
+    "FixMatch, two loaders": Row("fixmatch", refusal="is balanced already, by another loader"),
+    "rewrapped, loaders kept": Row(
+        "rewrapped",
+        (("    return loss\n", "    train_stage.loader = loader\n    return loss\n"),),
+        refusal="is balanced already",
+    ),
 }
 ROWS = LOSSES | LOOPS | REFUSED
 
 
-def in_rank(comm: Communicator, path: Path, environment: Mapping[str, str], options: Mapping[str, Any]) -> list[str]:
+def in_rank(
+    comm: Communicator, path: Path, environment: Mapping[str, str], dtype: torch.dtype, options: Mapping[str, Any]
+) -> list[str]:
     """Run a script in this process, and return the warnings of gangline that it gave."""
     os.environ.update(environment)
     if comm.size > 1:
@@ -146,7 +178,7 @@ def in_rank(comm: Communicator, path: Path, environment: Mapping[str, str], opti
         gangline.balance = partial(gangline.balance, **options)  # instead of measuring: the same split in each run
     sys.path.insert(0, str(FOLDER))
     sys.argv = [str(path), str(path.parent)]
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     logged = BufferingHandler(capacity=1000)
     logged.setLevel(logging.WARNING)
@@ -167,7 +199,7 @@ def run(row: Row, size: int, environment: Mapping[str, str], options: Mapping[st
     with tempfile.TemporaryDirectory() as name:
         path = row.write(Path(name))
         environment = {**row.environment, **environment, "MASTER_PORT": str(free_ports(1)[0])}
-        with Ranks(in_rank, size, (path, environment, options), threads=1) as ranks:
+        with Ranks(in_rank, size, (path, environment, row.dtype, options), threads=1) as ranks:
             outcomes = ranks.outcomes()
         errors = ["" if o.error is None else f"{type(o.error).__name__}: {o.error}" for o in outcomes]
         if any(errors):
@@ -185,7 +217,7 @@ def run_plain(row: Row) -> dict[str, torch.Tensor]:
 def difference(row: Row, size: int, wrapper: str, backend: str, **options: Any) -> tuple[float, list[str]]:
     """Return the largest difference of a weight of any rank from the plain script's, and the warnings of rank 0."""
     environment = {"WRAPPER": wrapper, "BACKEND": backend}
-    weights, warned = run(row, size, environment, {"loads": LOADS[size], **options})
+    weights, warned = run(row, size, environment, {"loads": row.loads[size], **options})
     expected = run_plain(row)
     assert all(found.keys() == expected.keys() for found in weights)
     return max(float((found[key] - expected[key]).abs().max()) for found in weights for key in expected), warned

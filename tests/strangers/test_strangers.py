@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.strangers.table import FOLDER, LOOPS, LOSSES, REFUSED, ROWS, TOLERANCE, difference
+from tests.strangers.table import FOLDER, LOOPS, LOSSES, REFUSED, ROWS, difference
 
 EXACT = LOSSES | LOOPS
 BACKENDS = ("gloo", "gangline")
-UNWEIGHTED = ("DETR criterion", "SimCLR", "CLIP")
-"""Each rank divides by the global count or computes the whole loss: a plain mean is right."""
+UNWEIGHTED = ("DETR criterion", "SimCLR", "CLIP", "metric learning", "out of memory on one rank")
+"""Each rank divides by the global count or computes the whole loss: a plain mean is right; skip() needs weights."""
 PAGE = (Path(__file__).parents[2] / "docs" / "unequal.md").read_text()
 
 
@@ -29,7 +29,7 @@ def half_fast(names: Iterable[str]) -> list[Any]:
 def check(name: str, size: int, wrapper: str, backend: str, **options: Any) -> None:
     found, _ = difference(EXACT[name], size, wrapper, backend, **options)
     print(f"{name}, {size} ranks, {wrapper}, {backend}: {found:.1e}")
-    assert found <= TOLERANCE
+    assert found <= EXACT[name].tolerance
 
 
 @pytest.mark.parametrize("name", half_fast(LOSSES) + half_fast(LOOPS))
@@ -68,7 +68,8 @@ def test_the_weights_are_those_of_the_plain_script_with_every_wrapper_and_backen
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_measured_loads_give_the_weights_of_the_plain_script(name: str) -> None:
-    check(name, 2, EXACT[name].wrappers[0], "gloo", loads="auto")
+    if EXACT[name].script != "out_of_memory":  # its large samples are the share of rank 1 by fixed loads
+        check(name, 2, EXACT[name].wrappers[0], "gloo", loads="auto")
 
 
 @pytest.mark.slow

@@ -6,13 +6,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 
 from gangline.kvstore import create
 from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.protocol import (
+    CODED,
     Ack,
+    Command,
+    CommandResult,
+    Failed,
     Message,
     Values,
     ValuesRead,
@@ -75,6 +80,28 @@ def test_pushes_of_a_worker_too_far_ahead_are_acknowledged_when_others_catch_up(
     assert two.acknowledged(0) == []  # three rounds are open still
     two.push(1, 3, DATA)
     assert two.receive_acks(0, 3) == pushes[2:]
+
+
+def test_compressed_pushes_count_with_their_decoded_size(two: Two) -> None:
+    sequence = two.next()
+    two.clients[0].send(Command(sequence, "compression", msgpack.packb({"type": "2bit", "threshold": 0.5})))
+    assert two.clients[0].receive()[0] == CommandResult(sequence, b"")
+    pushes = [two.push(0, number, bytes(FLOATS // 4), CODED) for number in range(1, 5)]  # each decoded to 64 KiB
+    assert two.receive_acks(0, 2) == pushes[:2]
+    assert two.acknowledged(0) == []
+    for number in range(1, 5):
+        two.push(1, number, bytes(FLOATS // 4), CODED)
+    assert two.receive_acks(0, 2) == pushes[2:]
+
+
+def test_nothing_is_withheld_after_a_worker_has_left(two: Two) -> None:
+    pushes = [two.push(0, number, DATA) for number in range(1, 6)]
+    assert two.acknowledged(0) == pushes[:2]
+    two.members[1].close()
+    assert two.receive_acks(0, 3) == pushes[2:]
+    sequence = two.push(0, 6, DATA)  # later pushes fail
+    failed, _ = two.clients[0].receive()
+    assert failed == Failed(sequence, "DeadNodeError", "worker 1 has left the job")
 
 
 def test_an_async_worker_that_dies_while_it_waits_does_not_count_as_reader() -> None:

@@ -118,6 +118,15 @@ def test_a_view_begins_in_a_round_that_nobody_has_begun_and_not_in_round_2(
     assert [views.of_round(number) for number in (0, first - 1, first, 90)] == [{0, 1}] * 2 + [{0, 1, 2}] * 2
 
 
+def test_a_view_never_begins_before_the_one_that_it_follows(views: Views) -> None:
+    views.enter(2)
+    assert agree(views, {0: 9, 1: 3}) == (10, {0, 1, 2})
+    assert views.refusal(0).startswith("worker 0 cannot leave")
+    assert views.refusal(1) == ""
+    assert agree(views, {0: 9, 1: 4, 2: 9}) == (10, {0, 2})
+    assert views.of_round(10) == {0, 2}
+
+
 def test_workers_do_not_know_a_view_before_all_servers_follow_it(views: Views) -> None:
     assert views.refusal(1) == ""
     assert views.ask()
@@ -133,3 +142,48 @@ def test_workers_do_not_know_a_view_before_all_servers_follow_it(views: Views) -
     views.answer("server", 0, 1, 0)
     assert views.confirm([0])
     assert views.known_to("worker") == views.known_to("server")
+
+
+def test_requests_that_come_during_an_agreement_wait_for_the_next_one(views: Views) -> None:
+    views.enter(2)
+    assert views.ask()
+    views.answer("worker", 0, 1, 3)
+    views.enter(3)  # in time
+    views.answer("worker", 1, 1, 3)
+    assert views.make()
+    assert views.table[-1] == (4, {0, 1, 2, 3})
+    assert views.refusal(3) == ""  # too late
+    assert not views.ask()
+    views.answer("server", 0, 1, 0)
+    assert views.confirm([0])
+    assert agree(views, {0: 3, 1: 3, 2: 3, 3: 3}) == (4, {0, 1, 2})
+
+
+def test_the_least_number_counts_those_that_are_leaving() -> None:
+    views = Views(2, 4, 4)
+    assert [views.refusal(rank) for rank in (3, 2)] == ["", ""]
+    assert views.refusal(1) == "worker 1 cannot leave: the job needs 2 workers or more, and has 2"
+    assert views.refusal(3) == ""  # a repeat
+    with pytest.raises(ValueError, match="of 2 to 4 workers cannot begin with 1"):
+        Views(2, 4, 1)
+
+
+def test_a_worker_that_leaves_before_it_takes_part_is_never_waited_for(views: Views) -> None:
+    views.enter(2)
+    views.forget(2)
+    assert not views.ask()
+    assert not views.has_part(2)
+
+
+def test_collectives_wait_for_the_workers_of_their_round() -> None:
+    state = started(bounds=(1, 4))
+    new = register(2)
+    assert state.rejection(new) == ""
+    state.enter(Member(b"new", new), None)
+    assert state.rejection(new).startswith("rank 2 was given before")
+    assert (state.view, state.workers, state.members[b"new"].is_restarted) == (2, 3, True)
+    state.views.enter(2)
+    assert agree(state.views, {0: 3, 1: 3}) == (4, {0, 1, 2})
+    for number, ranks in ((2, (0, 1)), (3 * ROUND + 1, (0, 1)), (4 * ROUND + 1, (0, 1, 2))):
+        for rank in ranks:
+            assert call(state, number, ranks=(rank,)) == ([number] if rank == ranks[-1] else [])

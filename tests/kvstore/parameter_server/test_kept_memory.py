@@ -63,6 +63,36 @@ def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
 
 
+@torch.no_grad()
+def test_what_was_counted_handled_and_refused_comes_back(memory: Callable[[], KeptMemory]) -> None:
+    first = Start(memory())
+    for number in (1, 2, 5):
+        first.kept.count(first.shard, 1, number)
+    first.shard.problems[7] = "was bad"
+    first.shard.rejected[0] = "was refused"
+    first.kept.save(first.shard, 7, first.optimizers)
+    first.kept.settings.handled[b"id"] = [4, 5]
+    first.kept.settings.joined = [1]
+    first.kept.save_settings()
+    second = Start(memory())
+    shard = second.shard
+    assert (shard.closed, shard.pushed, shard.ahead) == (7, {1: 2}, {1: {5}})
+    assert (shard.problems, shard.rejected) == ({7: "was bad"}, {0: "was refused"})
+    assert (second.kept.settings.handled, second.kept.settings.joined) == ({b"id": [4, 5]}, [1])
+
+
+@torch.no_grad()
+def test_removed_shards_free_their_memory(memory: Callable[[], KeptMemory]) -> None:
+    first = Start(memory())
+    first.update(0.5)
+    used = first.kept.pool.in_use
+    first.kept.remove([first.shard])
+    assert first.kept.pool.in_use < used
+    second = memory()
+    assert second.restore(None, 2) == []
+    assert second.pool.in_use <= first.kept.pool.in_use
+
+
 def test_a_record_keeps_the_last_content_that_was_written_whole(memory: Callable[[], KeptMemory]) -> None:
     pool = memory().pool
     record = Record(pool, pool.allocate(64), is_new=True)

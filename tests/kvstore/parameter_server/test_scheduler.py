@@ -171,6 +171,16 @@ def test_data_for_one_rank_do_not_reach_the_others(monkeypatch: pytest.MonkeyPat
         assert max(received["worker 1"], received["worker 2"]) < 10_000
 
 
+def test_a_worker_ahead_waits() -> None:
+    with Job(2) as job:
+        members = job.members()
+        ahead = job.later(lambda: [members[0].exchange(b"first", "call"), members[0].exchange(b"second", "call")])
+        assert members[1].exchange(b"1", "call") == [b"first", b"1"]
+        assert not ahead.done()
+        assert members[1].exchange(b"2", "call") == [b"second", b"2"]
+        assert ahead.result(LIMIT) == [[b"first", b"1"], [b"second", b"2"]]
+
+
 def test_a_call_that_has_timed_out_can_be_repeated_and_another_does_not_meet_the_next_of_the_others() -> None:
     with Job(2) as job:
         zero, one = job.members()
@@ -193,6 +203,19 @@ def test_a_call_that_has_timed_out_can_be_repeated_and_another_does_not_meet_the
 
 
 # Deaths and ends
+
+
+def test_a_death_fails_waiting_workers() -> None:
+    with Job(3) as job, RawClient(job.address, b"mortal") as client:
+        client.send(elsewhere(2))
+        zero, one = job.at_once(lambda: job.member(0), lambda: job.member(1))
+        waiting = job.later(lambda: zero.exchange(b"", "barrier"))
+        client.close()
+        with pytest.raises(DeadNodeError, match=r"worker 2 .*connection lost.*barrier of worker 0"):
+            waiting.result(LIMIT)
+        with pytest.raises(DeadNodeError, match="worker 2"):  # and later calls
+            one.join(b"")
+        assert zero.gone["worker", 2] == "was killed or left: connection lost"
 
 
 def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,16 @@ def test_messages_are_broken_repeated_and_swapped() -> None:
     assert seen == ["1", "1", "0", "2", "cut", "4"]
 
 
+def test_a_message_without_a_next_one_is_sent_in_the_end() -> None:
+    script = faults.Script(faults.parse("worker 0 swap at pull 1"), "worker", 0)
+    seen: list[str] = []
+    script.pass_on(["pull"], ("line",), lambda: seen.append("pull"), lambda: None)
+    script.release("another, which another thread may use")
+    assert seen == []
+    script.release("line")
+    assert seen == ["pull"]
+
+
 # Jobs
 
 

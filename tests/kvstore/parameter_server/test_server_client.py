@@ -14,6 +14,7 @@ import torch
 
 from gangline.collectives.errors import MismatchError, StallError
 from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.client.pending import RequestWork
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import Ack, Failed, Hello, Message, Push, Welcome
@@ -178,6 +179,26 @@ def test_a_server_that_comes_back_between_two_looks_at_its_connection_is_not_cut
     restarted.hang_up()
 
 
+def test_a_request_that_owns_its_data_completes_when_sent(client: ServerClient, server: Server) -> None:
+    late: list[Exception] = []
+    works = [RequestWork(f"push {number}", on_late_error=late.append) for number in range(3)]
+    for number, owns_data in enumerate([True, True, False]):
+        request = push(number, 0, 10, [])
+        request.completes_when_sent = owns_data
+        works[number].run(lambda work, request=request: work.submit([request], client))  # type: ignore[misc]
+    assert [work.is_completed() for work in works] == [True, True, False]
+    assert not client.flush(0.05)  # but the server has received none of them
+    first, second, third = server.pushes()
+    server.send(Ack([first.sequence, third.sequence]))
+    client.wait(works[2].is_completed)
+    assert not client.flush(0.05)
+    assert late == []
+    server.send(Failed(second.sequence, "ValueError", "it does not fit"))
+    client.deliver()
+    assert [str(error) for error in late] == ["it does not fit"]
+    assert works[1].exception() is None
+
+
 def test_a_refused_hello_is_an_error_at_once(
     server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,3 +214,21 @@ def test_a_refused_hello_is_an_error_at_once(
     monkeypatch.setattr(ServerClient, "_progress", progress)
     with pytest.raises(MismatchError, match="worker 0 wants async rounds"):
         ServerClient(scheduler, "async", -1, None, 5.0)  # type: ignore[arg-type]
+
+
+def test_a_stall_names_what_a_restarted_server_has_not_done(
+    client: ServerClient, server: Server, scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_timeout", 0.1)
+    monkeypatch.setattr(server, "serve", lambda: None)
+    silent = UnixListener()
+    for address, missing in (
+        ("unix://nobody", "is not connected"),
+        (f"unix://{silent.name}", "has not answered its Hello"),
+    ):
+        scheduler.servers[0] = address
+        request, told = failing(1)
+        client.submit(request)
+        client.wait(lambda told=told: bool(told))  # type: ignore[misc]
+        assert str(told[0]).endswith(f" s for server 0, which {missing} at {address}")
+    silent.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -14,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gangline.collectives.transports.shm.segments import Segment
+from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.parameter_server import sharding
 from gangline.kvstore.parameter_server.protocol import DENSE, Pull
 from gangline.kvstore.parameter_server.pull import PullTargets
 from gangline.kvstore.parameter_server.sharding import GRAIN, KeyLayout, Sharding, ShardPlacement
 from gangline.kvstore.parameter_server.transport import unix_stream
-from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned
+from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT, SharedMemoryPool, aligned, region_of
 from tests.kvstore.parameter_server import growth
 from tests.kvstore.parameter_server.in_process import Job
 
@@ -82,6 +84,7 @@ def test_shards_hold_each_element_once(keys: list[KeyLayout], servers: int, whol
     assert sum(loads) == sum(layout.nbytes for layout in keys)
 
 
+@settings(max_examples=300)
 @given(layouts(("float32", "bfloat16", "uint8")), st.integers(2, 8))
 def test_servers_are_evenly_loaded(keys: list[KeyLayout], servers: int) -> None:
     sharding = Sharding(servers)
@@ -89,6 +92,21 @@ def test_servers_are_evenly_loaded(keys: list[KeyLayout], servers: int) -> None:
     mean = sum(sharding.loads) / servers
     if mean >= 4 * MIB:
         assert max(sharding.loads) <= 1.1 * mean
+
+
+@pytest.mark.parametrize(
+    ("layout", "servers", "expected"),
+    [
+        (key(0), 2, [(0, 0, 0)]),
+        (key(GRAIN), 2, [(0, 0, GRAIN)]),
+        (key(GRAIN + 1), 2, [(0, 0, GRAIN), (1, GRAIN, 1)]),
+        (key(2 * GRAIN), 1, [(0, 0, 2 * GRAIN)]),
+        (key(4 * GRAIN), 2, [(n % 2, n * GRAIN, GRAIN) for n in range(4)]),
+    ],
+)
+def test_a_key_is_split(layout: KeyLayout, servers: int, expected: list[tuple[int, int, int]]) -> None:
+    shards = Sharding(servers).place([layout])["k"]
+    assert [(shard.server, shard.begin, shard.numel) for shard in shards] == expected
 
 
 def test_a_removed_key_frees_its_load() -> None:
@@ -161,6 +179,36 @@ def test_allocations_that_do_not_fit_is_refused_and_nothing_is_lost() -> None:
     assert pool.allocate(128) == first
     pool.close()
     pool.close()
+
+
+def test_other_processes_read_the_segment_within_its_bounds() -> None:
+    pool = SharedMemoryPool()
+    offset = pool.allocate(800)
+    view = typed(pool.tensor_at(offset, 800), torch.float64)
+    view.copy_(torch.arange(100, dtype=torch.float64))
+    segment = open_offered(pool.handle)
+    seen = typed(region_of(segment, offset, 800), torch.float64)
+    assert torch.equal(seen, torch.arange(100, dtype=torch.float64))
+    for place, nbytes in ((1, 8), (32, 8), (segment.nbytes - 64, 65), (segment.nbytes, 1), (2**62, 8), (0, 2**62)):
+        with pytest.raises(ValueError, match=rf"bytes {place} to {place + nbytes} are not an aligned range"):
+            region_of(segment, place, nbytes)
+    handle = pool.handle
+    pool.close()
+    with pytest.raises(OSError, match=r"."):
+        open_offered(handle)
+    del pool, view
+    gc.collect()
+    assert torch.equal(seen, torch.arange(100, dtype=torch.float64))  # existing mappings stay valid
+
+
+def test_unaligned_bytes_are_copied_before_they_are_viewed() -> None:
+    data = torch.zeros(17, dtype=torch.uint8)
+    data[1:9] = torch.tensor([258], dtype=torch.int64).view(torch.uint8)
+    assert typed(data[1:9], torch.int64).tolist() == [258]
+    assert typed(data[1:9], torch.int64).data_ptr() % 8 == 0
+    even = torch.zeros(2, dtype=torch.int64).view(torch.uint8)
+    assert typed(even, torch.int64).data_ptr() == even.data_ptr()
+    assert [aligned(nbytes) for nbytes in (0, 1, 64, 65, 128)] == [0, 64, 64, 128, 128]
 
 
 def committed(pool: SharedMemoryPool) -> int:
