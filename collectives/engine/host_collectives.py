@@ -96,16 +96,16 @@ class HostCollectives:
     def _by_schedule(self, flat: Tensor, out: Tensor | None, op: str, plan: Plan, message_tag: MessageTag) -> None:
         """Reduce ``flat`` into ``out``, which may be ``flat``; None on ranks that get no result."""
         buffer = as_sent(flat, op)
-        written = _written_chunks(plan.steps)
         chunks: Chunks | None = None
-        if buffer is flat and out is not None:
-            if out is not flat and len(written) == plan.chunks and not overlap([flat], [out]):
-                chunks = _KeptInput(flat, out, range(plan.chunks), plan.chunks)
-            elif out is not flat:
-                copy_values(out, flat)
+        if buffer is flat and out is None:
+            buffer = flat.clone() if _written_chunks(plan.steps) else flat
+        elif buffer is flat and out is not None:
+            if out is not flat:
+                if len(_written_chunks(plan.steps)) == plan.chunks and not overlap([flat], [out]):
+                    chunks = _KeptInput(flat, out, range(plan.chunks), plan.chunks)
+                else:
+                    copy_values(out, flat)
             buffer = out
-        elif buffer is flat and written:
-            buffer = flat.clone()
         chunks = chunks or EqualChunks(buffer, plan.chunks)
         run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
         if out is not None and out is not buffer:

@@ -75,7 +75,7 @@ class LaunchOptions:
     servers: Annotated[int, typer.Option("-s", "--servers", "--num-servers", metavar="N", min=0)] = 1
     """Number of servers, beside a scheduler. 0: none; workers of a dist_* store then start their own."""
     launcher: Launcher = "local"
-    """How to start the processes."""
+    """Start the processes on this host, or by ssh, MPI or Slurm."""
     gpus: str | None = None
     """GPUs of the workers, such as 0,2: each worker has its own. A GPU named twice is shared."""
     idle_surplus: Annotated[bool, typer.Option("--idle-surplus")] = False

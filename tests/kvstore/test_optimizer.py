@@ -259,7 +259,7 @@ def test_names_of_torch_and_mxnet_classes_lists_and_parsed_specs_mean_torchs_opt
 
 @pytest.mark.parametrize("spec", [("adagrad", {"lr": LR, "initial_accumulator_value": 0.5}), (Heavy, {"lr": LR})])
 def test_a_key_that_a_loaded_state_lacks_begins_anew(kv: KVStore, spec: Any) -> None:
-    """As a key that was frozen, or that no worker of a ``dist_sync`` store had a gradient for, when it was saved."""
+    """Load a state without a key, as of one that was frozen, or had no gradient on any worker, when it was saved."""
     start(kv, spec)
     push(kv, 0)
     with create(kv.type) as resumed:
