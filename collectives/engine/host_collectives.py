@@ -29,8 +29,8 @@ from gangline.collectives.schedule import Receive, Reduce, Step
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange
 
-_FIRST_CALLS = 6  # try both ways in turn: the first call of each also maps memory
-_TRIAL_CALLS = 64  # later one of them tries the slower way, if that is nearly as fast; earlier one of fewer
+_CALLS_PER_CHOICE = 8  # between exchanges of rank 0's choice, in which ranks wait for each other
+_TRIAL_CHOICES = 8  # of them begins with a trial of the slower way, if that is nearly as fast; at first more often
 _MOST_SLOT_VIEWS = 4096
 _NO_MEMORY = "the values of a tensor of shape {} are in no memory; expected a tensor with storage"
 
@@ -50,6 +50,7 @@ class HostCollectives:
         self._rank, self._size = resources.rank, resources.size
         self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
         self._costs: dict[tuple[int, bool], Costs] = {}  # by the logarithm of bytes, and whether memory is registered
+        self._ways: dict[int, list[int]] = {}  # of the next large all-reduces, by the logarithm of bytes
 
     @cached_property
     def _choices(self) -> list[np.ndarray]:
@@ -247,17 +248,23 @@ class HostCollectives:
         assert isinstance(slot_exchange, CompiledSlotExchange)
         plan = engine.plan("all_reduce", flat.nbytes)
         assert plan is not None
-        costs = self._costs.setdefault((flat.nbytes.bit_length(), self._transport.is_registered(flat)), Costs())
+        size = flat.nbytes.bit_length()
+        costs = self._costs.setdefault((size, self._transport.is_registered(flat)), Costs())
         with engine.call(code) as message_tag:
-            if self._rank == 0:
-                self._choices[slot_exchange.parity][0] = costs.choose()
-            way = int(self._choices[engine.exchange_slots(*message_tag)][0])
+            ways = self._ways.setdefault(size, [])
+            if not ways:
+                if self._rank == 0:
+                    self._choices[slot_exchange.parity][0] = costs.choose()
+                choice = int(self._choices[engine.exchange_slots(*message_tag)][0])
+                ways += [choice & 1] * _CALLS_PER_CHOICE
+                if choice & 2:  # a trial: the second call of a way finds its memory in caches
+                    ways[-2:] = [1 - ways[0]] * 2
+            way = ways.pop()
             began = time.perf_counter()
             if way:
                 self._by_schedule(source, flat, op, plan, message_tag)
-            else:
-                if engine.call_compiled(ALL_REDUCE, source, flat, op, flat.nbytes) != DONE:
-                    raise ValueError(_NO_MEMORY.format(tuple(flat.shape)))
+            elif engine.call_compiled(ALL_REDUCE, source, flat, op, flat.nbytes) != DONE:
+                raise ValueError(_NO_MEMORY.format(tuple(flat.shape)))
             costs.note(way, time.perf_counter() - began)
 
     def _divisor(self, op: str) -> int:
@@ -298,20 +305,17 @@ class Costs:
 
     def __init__(self) -> None:
         self._seconds = [0.0, 0.0]
-        self._calls = 0
-        self._next_trial = 2 * _FIRST_CALLS
+        self._choices, self._next_trial = 0, 4
 
     def choose(self) -> int:
-        """Return the way of the next call, 0 or 1."""
-        best = int(self._seconds[1] < self._seconds[0])
-        self._calls += 1
-        if self._calls <= _FIRST_CALLS:
-            return self._calls % 2
-        if self._calls < self._next_trial:
+        """Return the way of the next calls, 0 or 1; 2 more if the first of them are to try the other way."""
+        best = int(self._seconds[1] < self._seconds[0])  # a way without a time is the best one
+        self._choices += 1
+        if self._choices < self._next_trial or not all(self._seconds):
             return best
         slower = self._seconds[1 - best] / self._seconds[best]  # slower ways are tried less often
-        self._next_trial += int(min(self._calls, _TRIAL_CALLS) * slower)
-        return 1 - best
+        self._next_trial += int(min(self._choices, _TRIAL_CHOICES) * slower)
+        return best + 2
 
     def note(self, way: int, seconds: float) -> None:
         """Record a call's time; outliers have little weight."""

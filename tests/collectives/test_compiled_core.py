@@ -23,6 +23,7 @@ from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine.host_collectives import Costs
 from gangline.collectives.engine.reduction import combine
+from gangline.collectives.errors import MismatchError
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import SLOT_BYTES
 from tests.collectives.ranks import ops_for
@@ -119,14 +120,38 @@ def _large(comm: Communicator) -> int:
         comm.all_reduce(own, out=out)  # of which each reads what the other's first chunk overwrites
         assert out.eq(sum(range(1, comm.size + 1))).all()
     number, kinds = comm._engine.next_number, len(comm._host._costs)
-    comm.all_reduce(comm.empty(memory.shape).fill_(1))
+    registered = comm.empty(memory.shape)
+    comm.all_reduce(registered.fill_(1))
     assert len(comm._host._costs) == kinds + bool(kinds)  # not the times of other memory
+    for call in range(40):  # of which some try the other way
+        tensor = registered if (call + comm.rank) % 3 else memory
+        assert comm.all_reduce(tensor.fill_(comm.rank + call)).eq(sum(range(call, call + comm.size))).all()
     return number
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 5))])
 def test_tensors_above_a_slot(size: int) -> None:
     assert spawn(_large, size, transport="shared_memory", timeout=60) == [17] * size
+
+
+def _different_large_calls(comm: Communicator) -> list[str]:
+    errors = []
+    for is_registered in (False, True):
+        with comm.split(0) as group:
+            tensor = group.empty((SLOT_BYTES,)) if is_registered else torch.empty(SLOT_BYTES)
+            for _ in range(19):  # in the next call the ranks do not exchange which way it takes
+                group.all_reduce(tensor.fill_(1))
+            own = tensor[:9] if group.rank else tensor
+            with pytest.raises(MismatchError) as raised:
+                group.all_reduce(own)
+            errors.append(str(raised.value))
+    return errors
+
+
+def test_large_and_small_calls_that_meet_are_an_error_of_all_ranks() -> None:
+    first, second = spawn(_different_large_calls, 2, transport="shared_memory", timeout=60)
+    assert first == second
+    assert len(first) == 2
 
 
 def _through_slots(comm: Communicator) -> tuple[int, int]:
@@ -288,13 +313,19 @@ def test_the_core_is_built_where_a_compiler_is() -> None:
 
 def test_the_faster_way_is_taken_and_the_slower_one_tried_rarely() -> None:
     costs = Costs()
-    taken = []
-    for call in range(2000):
+    best, tried = [], []
+    for choice in range(250):
         way = costs.choose()
-        taken.append(way)
-        seconds = (1.0, 3.0) if call < 500 else (9.0, 3.0)
-        costs.note(way, 100.0 if call in (0, 20) else seconds[way])  # single late calls change nothing
-    assert {*taken[:2]} == {0, 1}
-    assert sum(taken[6:500]) <= 494 // (64 * 3) + 2  # two of the first 64 calls
-    assert sum(taken[700:]) >= 1300 - 1300 // 64
-    assert 0 in taken[700:]
+        best.append(way & 1)
+        tried.append(way > 1)
+        seconds = (1.0, 3.0) if choice < 100 else (9.0, 3.0)
+        for number in range(8):
+            late = choice == 20 and number == 3  # a single late call changes nothing
+            costs.note(way & 1, 100.0 if late else seconds[way & 1])
+        if way > 1:
+            costs.note(1 - (way & 1), seconds[1 - (way & 1)])
+    assert best[:2] == [0, 1]
+    assert best[2:100] == [0] * 98
+    assert 3 <= sum(tried[:100]) <= 100 // (8 * 3) + 3  # more often at first
+    assert best[110:] == [1] * 140
+    assert any(tried[110:])
