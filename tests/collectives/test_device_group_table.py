@@ -267,6 +267,23 @@ def test_memory_around_a_tensor_is_not_written(make: Callable[[int], DeviceGroup
     assert all((one[:3] == -1).all() and (one[93:] == -1).all() for one in wide)
 
 
+@pytest.mark.parametrize("root", [0, 1, 2])
+def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
+    """Tensors are large enough for threads; the sum may overwrite any of its values."""
+    group, size = DeviceGroup([cpu(position) for position in range(3)], "copies"), (9 << 20) // 4 + 5
+    values = [given(position, (size,), torch.float32) % 1000 for position in range(3)]
+    expected, tensors = reference(values, "sum"), on(group, values)
+    group.reduce(tensors, root)
+    assert agree([tensors[root]], expected)
+    assert all(agree([tensors[position]], values[position]) for position in range(3) if position != root)
+    group.broadcast(tensors, root)
+    assert agree(tensors, expected)
+    versions = [tensor._version for tensor in tensors]
+    group.all_reduce(tensors)
+    assert all(tensor._version > version for tensor, version in zip(tensors, versions, strict=True))
+    assert agree(tensors, expected * 3)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_with_copies_each_device_combines_a_slice(op: str) -> None:
     backend = Copies([torch.device("cpu", index) for index in range(3)])  # the same memory by different names

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from gangline import connect
 from gangline.collectives import torch_backend
 from gangline.collectives.bootstrap import rendezvous, store_all_gather
-from gangline.collectives.bootstrap.rendezvous import Rendezvous, time_limit
+from gangline.collectives.bootstrap.rendezvous import Rendezvous, hosts, time_limit
 from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import DeadNodeError, StallError
@@ -70,6 +70,17 @@ def _exchange_often(comm: Bare, address: str) -> list[list[bytes]]:
         if number % 2:
             job.close()
     return got
+
+
+def test_a_closed_job_cannot_exchange(address: str) -> None:
+    with pytest.raises(RuntimeError, match="has closed its rendezvous"):
+        results_of(_exchange_when_closed, 2, (address,))
+
+
+def _exchange_when_closed(comm: Bare, address: str) -> None:
+    job = Rendezvous(comm.rank, comm.size, address, timeout=10, environment={})
+    job.close()
+    job.exchange(b"")
 
 
 def test_the_store_keeps_nothing_of_a_round_and_listens_at_no_port(address: str) -> None:
@@ -215,6 +226,22 @@ def test_under_an_agent_the_agents_store_is_used(address: str, restarts: int) ->
 def _exchange_at_agent(comm: Bare, environment: dict[str, str]) -> list[bytes]:
     job = Rendezvous(environment=environment | {"RANK": str(comm.rank)}, timeout=10)
     return job.exchange(b"%d" % comm.rank)
+
+
+# Hosts
+
+
+def test_hosts_are_numbered_by_their_first_rank() -> None:
+    said: list[bytes] = []
+
+    def exchange(blob: bytes) -> list[bytes]:
+        said.append(blob)
+        return [b"another machine", blob, b"another machine", blob, b"a third one"]
+
+    assert hosts(exchange) == (0, 1, 0, 1, 2)
+    words = said[0].decode().split()
+    assert words[0] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert [word.partition(":")[0] for word in words[1:]] == ["net", "pid", "mnt"]
 
 
 # Communicators opened in odd places

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from gangline import Communicator
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.processes.spawning import Ranks, spawn
 from tests.collectives.processes import Bare, bare_ranks, outcomes_of, results_of
-from tests.collectives.ranks import open_files
+from tests.collectives.ranks import open_files, run_together
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -114,6 +115,23 @@ def _speak(comm: Bare) -> None:
 
 
 # Errors of the call
+
+
+def test_one_server_serves_concurrent_callers() -> None:
+    results: dict[int, list[int]] = {}
+
+    def call(number: int) -> None:
+        results[number] = results_of(_number_and_server, 2, (number,))
+
+    run_together(partial(call, number) for number in range(3))
+    servers = {server for result in results.values() for _, server in result}
+    assert len(servers) == 1
+    for number in range(3):
+        assert [value for value, _ in results[number]] == [10 * number, 10 * number + 1]
+
+
+def _number_and_server(comm: Bare, number: int) -> tuple[int, int]:
+    return 10 * number + comm.rank, os.getppid()
 
 
 @pytest.mark.parametrize(("nprocs", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])

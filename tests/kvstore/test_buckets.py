@@ -255,6 +255,43 @@ def test_a_bucket_has_one_owner_and_bytes_stay_balanced(places: int) -> None:
 # -- a store of others ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_pushed", [True, False], ids=["placed by key", "not placed"])
+def test_owners_stay_through_a_buckets_pushes_and_pulls(is_pushed: bool) -> None:
+    bucket = bucket_of()
+    kv = DeviceStore()
+    with kv:
+        prepared(kv)
+        if is_pushed:
+            push(kv, 0)
+            assert {kv.owner(key) for key in KEYS} == {0, 1}
+        kv.fuse(bucket)
+        kv.push_bucket(bucket, flats(bucket, 0))
+        (owner,) = {kv.owner(key) for key in KEYS}
+        kv.push_bucket(bucket, flats(bucket, 1))
+        pulled_flat(kv, bucket)
+        push(kv, 2)
+        assert {kv.owner(key) for key in KEYS} == {owner if is_pushed else 0}
+
+
+@pytest.mark.parametrize("call", ["push", "push of a list", "pull", "pull of a list"])
+def test_a_fused_key_moves_to_another_device_with_its_bucket(call: str) -> None:
+    bucket, elsewhere = bucket_of(), torch.empty(SHAPES[3], device="meta")  # a device without memory
+    kv = DeviceStore()
+    with kv:
+        prepared(kv).fuse(bucket)
+        given_value = [elsewhere, elsewhere] if "list" in call else elsewhere
+        getattr(kv, call.split()[0])(3, given_value, async_op=True).exception()
+        kv.assign(3, gradient(3, 1))
+        assert outcome(lambda: pulled(kv)[3]) == outcome(lambda: pulled_flat(kv, bucket)[3])
+
+
+def outcome(call: Callable[[], torch.Tensor]) -> Any:
+    try:
+        return call().tolist()
+    except RuntimeError as error:  # torch's for a copy out of a device without memory
+        return type(error)
+
+
 class PerKey(KVStore):
     """Third-party store that adds, without bucket support."""
 

@@ -212,6 +212,18 @@ def test_row_sparse_values_are_not_compressed(kv: KVStore) -> None:
     assert set(kv.compression_residuals()) == {'"fc.weight"/1'}
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_integers_and_complex_numbers_are_not_compressed(kv: KVStore, dtype: torch.dtype) -> None:
+    values = [torch.tensor([0, 1, 7]).to(dtype), torch.tensor([1, 0, 9]).to(dtype)]
+    kv.init("n", values[0])
+    kv.set_gradient_compression(TWO_BIT)
+    kv.push(["n", W], [values, gradient(W, 0)])
+    out = torch.empty(3, dtype=dtype)
+    kv.pull("n", out)
+    assert torch.equal(out, values[0] + values[1])
+    assert set(kv.compression_residuals()) == {'"fc.weight"/0'}
+
+
 # -- setting and ending -----------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,15 @@ def on(device_type: str) -> int:
     return sum(issubclass(type(one), torch.Tensor) and one.device.type == device_type for one in gc.get_objects())
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
+def test_any_call_with_lists_places_a_key(kv: DeviceStore, call: str, async_op: bool) -> None:
+    sizes = {"a": 1, "b": 2, "c": 3, "d": 4}
+    initialised(kv, sizes)
+    getattr(kv, call)(list(sizes), lists(list(sizes.values()), 2), async_op=async_op).wait(20)
+    assert owners(kv, sizes) == [0, 1, 1, 0]
+
+
 def test_bytes_count_and_not_elements(kv: DeviceStore) -> None:
     values = {"wide": torch.zeros(4, dtype=torch.float64), "narrow": torch.zeros(6, dtype=torch.float16)}
     values |= {"middle": torch.zeros(5), "tiny": torch.zeros(1, dtype=torch.int8)}
@@ -88,6 +97,14 @@ def test_bare_tensors_do_not_decide_the_owner(kv: DeviceStore, call: str) -> Non
         getattr(kv, call)(list(sizes), bare)
     push(kv, sizes, 2)
     assert owned(kv, sizes, 2) == [5, 5]
+
+
+@pytest.mark.parametrize("call", ["push", "pushpull"])
+def test_a_key_twice_in_a_call_gets_one_owner(kv: DeviceStore, call: str) -> None:
+    sizes = {"a": 2, "b": 2, "c": 2, "d": 2}
+    initialised(kv, sizes)
+    getattr(kv, call)(["a", "b", "c", "c", "d"], lists([2] * 5, 2))
+    assert owned(kv, sizes, 2) == [4, 4]
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,15 @@ def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = (2, 3), dtype: torch.
 # -- init, push, pull -------------------------------------------------------------------------------------------------
 
 
+def test_the_sum_is_added_in_the_order_of_the_devices(kv: KVStore) -> None:
+    values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
+    kv.init("w", torch.zeros(1))
+    kv.push("w", values)
+    assert pulled(kv, "w", (1,)).item() == 1.0
+    kv.push("w", [values[index] for index in (0, 2, 1, 3)])
+    assert pulled(kv, "w", (1,)).item() == 2.0
+
+
 def test_no_keys_are_nothing_to_do(kv: KVStore) -> None:
     kv.init("w", ranked(1))
     kv.init([], [])

@@ -1,4 +1,4 @@
-"""DeviceThreads: the number of torch's threads in the threads of contexts."""
+"""DeviceThreads: the thread and the order in which calls run, and the number of torch's threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from measure import spin
 
 from gangline import Context, cpu
 from gangline.models.executor.device_threads import DeviceThreads
@@ -33,6 +34,51 @@ def pair() -> Iterator[DeviceThreads]:
 
 def both(function: Callable[[], object]) -> list[tuple[int, Callable[[], object]]]:
     return [(0, function), (1, function)]
+
+
+def test_one_context_runs_in_the_callers_thread() -> None:
+    before = threading.active_count()
+    alone = DeviceThreads([cpu()])
+    assert alone.run([(0, threading.get_ident)]) == [threading.get_ident()]
+    assert alone.run([(0, torch.get_num_threads)]) == [CALLERS]
+    assert threading.active_count() == before
+    assert not alone.uses_threads
+    alone.close()
+
+
+def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_close() -> None:
+    contexts = [cpu(0), cpu(1), cpu(1)]
+    device_threads = DeviceThreads(contexts)
+    calls = [(number, threading.current_thread) for number in range(3)]
+    threads = device_threads.run(calls)
+    assert len({*threads, threading.current_thread()}) == 4
+    assert device_threads.run(calls[::-1]) == threads[::-1]
+    assert device_threads.run(calls[1:], one_after_another=True) == threads[1:]
+    for thread, context in zip(threads, contexts, strict=True):
+        assert thread.name.startswith(f"gangline-{context}")
+        assert thread.is_alive()
+    device_threads.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_all_calls_are_over_before_an_error_is_raised(pair: DeviceThreads) -> None:
+    barrier = threading.Barrier(2)
+    ended = []
+
+    def fail() -> None:
+        barrier.wait(30)
+        raise ValueError("at once")
+
+    def go_on() -> None:
+        barrier.wait(30)
+        spin(0.05)
+        ended.append(True)
+
+    for calls in ([(0, fail), (1, go_on)], [(0, go_on), (1, fail)]):
+        ended.clear()
+        with pytest.raises(ValueError, match="at once"):
+            pair.run(calls)
+        assert ended == [True]
 
 
 def large_sum() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -201,6 +202,31 @@ def test_an_unknown_wrapper_counts_three_times_its_forward(clock: Clock) -> None
 
     for _ in range(2):
         assert seconds_of(timer, step) == 1 + 3 * FORWARD + 16
+
+
+def test_the_time_of_an_fsdp_rank_leaves_out_its_gathers(
+    clock: Clock, two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    gather = getattr(dist, name)
+
+    def slow_gather(*args: Any, **options: Any) -> Any:
+        clock.wait()
+        return gather(*args, **options)
+
+    monkeypatch.setattr(dist, name, slow_gather)
+    units: list[nn.Module] = [fully_shard(Spend(clock, 3)), fully_shard(Spend(clock))]
+    model = nn.Sequential(*units)
+    timer, optimizer = RankTimer([model]), sgd(model)
+
+    def step() -> None:
+        clock.spend(1)
+        model(X).sum().backward()
+        optimizer.step()
+        clock.spend(16)
+
+    for _ in range(3):
+        assert seconds_of(timer, step) == 1 + 3 * 2 * FORWARD + 16
 
 
 def test_time_is_measured_again_after_a_backward_that_failed(clock: Clock) -> None:

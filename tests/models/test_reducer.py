@@ -221,6 +221,24 @@ def test_pending_buckets_nearest_the_input_are_pushed_first(count: int) -> None:
 
 
 @small_buckets
+@pytest.mark.parametrize("count", [1, 3])
+def test_buckets_hold_and_leave_in_the_order_of_the_first_backward(count: int) -> None:
+    network = perceptron()
+    reference = copy.deepcopy(network)
+    order: list[str] = []
+    for name, parameter in reference.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore[no-untyped-call]
+    data, label = batch()
+    F.mse_loss(reference(data), label).backward()
+    with Recorder() as store, module_of(network, count, store) as module:
+        for _ in range(4):
+            store.forget()
+            module.forward_backward_update(data, label)
+        assert len(store.pushed) > 1
+        assert list(itertools.chain(*store.pushed)) == order
+
+
+@small_buckets
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_step_pushes_each_key_once_and_pulls_each_bucket_once(count: int, early: bool) -> None:
@@ -391,6 +409,23 @@ def test_changes_to_all_gradients_before_update_take_effect(change: str, count: 
         assert plain.distance(module) < 1e-12
 
 
+@small_buckets
+def test_weights_set_in_all_replicas_are_those_of_the_store_too() -> None:
+    network, fresh = perceptron().double(), perceptron().double()
+    plain = Plain(fresh)
+    with create("local") as kv, module_of(network, 2, kv) as module:
+        for step in range(6):
+            data, label = doubles(seed=step)
+            if step == 3:
+                module.set_params(fresh.state_dict())
+                agree(module, kv)
+            module.forward_backward_update(data, label)
+            if step >= 3:
+                plain.step(data, label)
+        agree(module, kv)
+        assert plain.distance(module) < 1e-13
+
+
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda network: pickle.loads(pickle.dumps(network)),
@@ -419,6 +454,18 @@ def test_a_copy_of_the_network_is_independent(how: str) -> None:
 
 def hooks_of(network: nn.Module) -> int:
     return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in network.parameters())
+
+
+def test_after_close_the_network_is_plain_again() -> None:
+    network = perceptron()
+    with create("local") as store:
+        module = module_of(network, 2, store)
+        module.forward_backward_update(*batch())
+        assert hooks_of(network) == len(list(network.parameters()))
+        module.init_optimizer(store, "sgd", {"lr": 0.1})
+        assert hooks_of(network) == len(list(network.parameters()))
+        module.close()
+    assert not hooks_of(network)
 
 
 @pytest.mark.parametrize("end", ["fit", "close", "init_optimizer"])
@@ -567,6 +614,20 @@ def test_an_error_in_the_middle_of_backward_leaves_replicas_and_store_alike(fail
         module.forward_backward_update(data, label)
         agree(module, store)
         assert plain.distance(module) < 1e-6
+
+
+@small_buckets
+def test_an_error_before_any_bucket_left_changes_nothing_and_says_nothing_of_buckets() -> None:
+    own = gate()
+    with create("local") as store, module_of(nn.Sequential(gated(own), own()), 2, store) as module:
+        module.forward_backward_update(*batch(columns=WIDTH))
+        before = module.get_params()
+        own.passed = fail
+        with pytest.raises(ArithmeticError) as caught:
+            module.forward_backward_update(*batch(columns=WIDTH))
+        assert not [note for note in caught.value.__notes__ if "buckets" in note]
+        assert same_bits(module.get_params(), before)
+        agree(module, store)
 
 
 @small_buckets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gangline.collectives.workload import split_batch, split_within
 from gangline.models.balance import speed_model
-from gangline.models.balance.balancer import samples_that_fit
+from gangline.models.balance.balancer import MemoryLimits, samples_that_fit
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.executor.executor import is_out_of_memory
@@ -203,6 +206,18 @@ def test_trials_of_an_idle_context_cost_little_and_find_that_it_became_fast() ->
     assert job.epochs(20).counts == [16, 16]
 
 
+def test_updates_are_due_at_intervals_that_grow_to_64_batches() -> None:
+    auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
+    due = []
+    for batch in range(200):
+        auto.record([4, 4], [0.004, 0.004])
+        if auto.due():
+            due.append(batch)
+            assert not auto.update_loads()
+            assert not auto.due()
+    assert due == [2, 6, 14, 30, 62, 126, 190]
+
+
 def test_the_first_batch_of_a_context_does_not_count() -> None:
     auto = SpeedModel(["cpu(0)", "cpu(1)"], LOGGER)
     auto.record([4, 4], [0.004, 3.0])
@@ -212,11 +227,37 @@ def test_the_first_batch_of_a_context_does_not_count() -> None:
     assert not auto.update_loads()
 
 
+def test_records_that_measure_nothing_leave_the_loads() -> None:
+    job = Job([(0, 1e-3), (0, 3e-3)], 64).epochs(2)
+    job.model.update_loads()
+    loads = list(job.model.loads)
+    for samples, seconds in (([1, 0], [0.001, None]), ([4, 4], [None, None])):
+        for _ in range(10):
+            job.model.record(samples, seconds)
+        job.model.begin_epoch()
+        assert not job.model.update_loads()
+        assert job.model.loads == loads
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0])
+def test_times_that_were_not_measured_count_as_average_ones(seconds: float | None) -> None:
+    auto = SpeedModel(["cpu(0)", "cpu(1)", "cpu(2)"], LOGGER)
+    auto.begin_epoch()
+    record(auto, 40, lambda place, n: seconds if place == 2 else [0.001, 0.003][place] * n, 10)
+    assert counts_of(auto.loads, 40) == [22, 7, 11]
+
+
 @pytest.mark.parametrize(("caps", "counts"), [([40, None], [40, 24]), ([None, 3], [61, 3]), ([32, 32], [32, 32])])
 def test_no_share_exceeds_its_cap(caps: list[int | None], counts: list[int]) -> None:
     job = Job([(0, 1e-3), (0, 3e-3)], 64)
     job.model.caps = caps
     assert job.epochs(2).counts == counts
+
+
+def test_a_new_cap_changes_the_split_without_a_gain() -> None:
+    job = Job([(0, 1e-3), (0, 1e-3)], 64).epochs(2)
+    job.model.caps = [30, None]
+    assert job.epochs(1).counts == [30, 34]
 
 
 @pytest.mark.parametrize("minimum", [1, 2])
@@ -304,6 +345,38 @@ def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_bat
     assert balance.counts(6, 64) == [48, 16]
     balance.discard_batch(7, {0: 48})
     assert balance.counts(10, 64) == [38, 26]
+
+
+def sizes(parts: list[slice]) -> list[int]:
+    return [part.stop - part.start for part in parts]
+
+
+@given(
+    st.integers(1, 200),
+    st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(1, 40)), min_size=1, max_size=5).filter(
+        lambda contexts: any(load for load, _ in contexts)
+    ),
+)
+def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
+    samples: int, contexts: list[tuple[int, int | None]]
+) -> None:
+    slices = split_batch(samples, [load for load, _ in contexts])
+    rounds = MemoryLimits(["cpu"] * len(contexts), None, [most for _, most in contexts]).micro_steps(slices)
+    needed = []
+    for number, (whole, (_, most)) in enumerate(zip(slices, contexts, strict=True)):
+        parts = [parts[number] for parts in rounds]
+        held = [part for part in parts if part.stop > part.start]
+        assert [index for part in held for index in range(part.start, part.stop)] == list(
+            range(whole.start, whole.stop)
+        )
+        assert parts[: len(held)] == held  # a context that finishes early idles in the remaining micro-steps
+        if held:
+            assert max(sizes(held)) <= (most or samples)
+            assert max(sizes(held)) - min(sizes(held)) <= 1
+            needed.append(math.ceil(sum(sizes(held)) / (most or samples)))
+            assert len(held) == needed[-1]
+    assert len(rounds) == max(needed)
+    assert all(len(parts) == len(contexts) for parts in rounds)
 
 
 def test_only_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -19,9 +20,11 @@ from gangline.callback import Checkpoint
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import create
+from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
+from gangline.models.loop.stopping import EarlyStopping, StopExchange, received_signal, stop_on
+from gangline.models.workers import Workers
 from tests.kvstore.parameter_server.processes import run_job
 
 SAMPLES, BATCHES, EPOCHS = 24, 4, 3
@@ -259,9 +262,52 @@ def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path)
             assert same_bits(weights, found[place + 1][2])
 
 
+class Exchanges:
+    """Workers in step whose rank 0 takes some seconds per update."""
+
+    in_step, clock = True, 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.update, self.exchanged = seconds, 0, list[int]()
+
+    def all_gather(self, message: None, _: str) -> list[None]:
+        self.exchanged.append(self.update)
+        self.clock = self.update * self.seconds
+        return [message]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "updates"),
+    [
+        (10.0, [1, 2, 3, 4, 5, 6]),
+        (0.2, [1, 2, 4, 6, 8, 10]),
+        (1e-4, [1, 2, 4, 8, 16, 32, 64, 128, 228, 328]),
+    ],
+)
+def test_stop_requests_are_exchanged_about_twice_a_second(seconds: float, updates: list[int]) -> None:
+    workers = Exchanges(seconds)
+    balance = WorkerBalance(Workers(), logging.getLogger("gangline"), best_split=False)
+    exchange = StopExchange(workers, balance)  # type: ignore[arg-type]
+    while len(workers.exchanged) < len(updates):
+        workers.update += 1
+        exchange.after_update(workers.update)
+    assert workers.exchanged == updates
+
+
 def stopped_by_servers(kvstore: str, folder: str) -> Any:
     rank = int(os.environ["DMLC_WORKER_ID"])
     return stopped(rank, kvstore, folder, "signal")
+
+
+@pytest.mark.slow
+def test_workers_of_servers_end_together(tmp_path: Path) -> None:
+    first, second = run_job(stopped_by_servers, 2, 1, "dist_sync", str(tmp_path))
+    assert first[:2] == second[:2]
+    assert first[0] == "SIGTERM"
+    assert 6 <= len(first[1]) <= 8
+    assert same_bits(first[2], second[2])
+    if len(first[1]) < 8:  # batches of two epochs
+        assert checkpoint.read(tmp_path / "signal" / "net", 1).position["batch"] == len(first[1]) - 4
 
 
 def test_workers_out_of_step_end_together_at_an_epochs_end(tmp_path: Path) -> None:

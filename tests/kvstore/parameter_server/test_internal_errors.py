@@ -17,6 +17,9 @@ import zmq
 
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError
 from gangline.kvstore.parameter_server.client import server_client
+from gangline.kvstore.parameter_server.client.pending import RequestWork
+from gangline.kvstore.parameter_server.client.request import Request
+from gangline.kvstore.parameter_server.protocol import Command
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.server import Server
 from gangline.kvstore.parameter_server.server.sessions import Sessions
@@ -164,6 +167,15 @@ def test_an_error_while_messages_are_received_fails_pending_and_later_calls(
             assert "worker 0 cannot exchange messages with its servers any more" in str(raised.value)
             assert str(error) in str(raised.value)
         assert raised.value.__cause__ is error
+
+
+def test_a_work_ends_whose_requests_are_submitted_after_close() -> None:
+    with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
+        kv._servers.close()
+        work = RequestWork("late")
+        work.run(lambda work: work.submit([Request(0, Command(0, "norms", b""), "late")] * 3, kv._servers))
+        with pytest.raises(RuntimeError, match="the store is closed"):
+            work.wait(LIMIT)
 
 
 def test_an_error_of_the_schedulers_client_fails_waiting_and_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
