@@ -74,6 +74,8 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
         return lambda: balanced(loader, **options)
 
     check_refused(of(DataLoader(data, batch_size=None)), "batch_size=None", "expected a batch_size")
+    items: DataLoader[Any] = DataLoader(data, batch_size=4, sampler=Listed([Path("sample")] * 8))
+    check_refused(lambda: list(balanced(items)), "sends from rank 0 contains pathlib.", "GANGLINE_ALLOW_PICKLE=1")
     check_refused(of(plain, loads=[1, 2, 3]), "loads is [1, 2, 3]; expected a number above 0 for each of 2 ranks")
     check_refused(of(plain, loads=[1, 0]), "loads is [1, 0]", "above 0")
     check_refused(of(plain, loads=[1, float("nan")]), "loads is [1, nan]", "above 0")
