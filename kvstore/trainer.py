@@ -69,7 +69,7 @@ class Trainer(NetworkState):
         params: Parameters,
         optimizer: Any,
         optimizer_params: Mapping[str, Any] | None = None,
-        kvstore: str | KVStore = "device",
+        kvstore: str | KVStore = "auto",
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
         *,
@@ -84,7 +84,7 @@ class Trainer(NetworkState):
                 in the store are the names, or numbers from 0 for parameters without names.
             optimizer: name or class of torch.optim, as for `KVStore.set_optimizer`.
             optimizer_params: arguments of the optimizer, as for `OptimizerSpec.parse`.
-            kvstore: a store, or the name of one to create.
+            kvstore: a store, or the name of one to create; "auto": the store of the job, see `create`.
             compression_params: as for `KVStore.set_gradient_compression`; None: no compression.
             update_on_kvstore: MXNet's argument. The store updates the weights; False is refused with several workers.
             loss_reduction: "mean" or "sum": reduction of the loss over the samples.
@@ -115,21 +115,19 @@ class Trainer(NetworkState):
         try:
             if update_on_kvstore is False and self.kvstore.num_workers > 1:
                 raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
-            held = [key for key in self._parameters if key in self.kvstore]
-            if held:
-                raise ValueError(
-                    f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own"
-                )
-            if compression_params is not None:
-                self.kvstore.set_gradient_compression(compression_params)
-            self._join_workers(params, spec, shard, memory)
+            self._join_workers(params, spec, shard, memory, compression_params)
         except BaseException:  # raised again
             if isinstance(kvstore, str):
                 self.kvstore.close()
             raise
 
     def _join_workers(
-        self, params: Parameters, spec: OptimizerSpec, shard: str | None, memory: Sequence[float] | str
+        self,
+        params: Parameters,
+        spec: OptimizerSpec,
+        shard: str | None,
+        memory: Sequence[float] | str,
+        compression: Mapping[str, Any] | None,
     ) -> None:
         self._is_accumulating = False
         self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
@@ -148,6 +146,7 @@ class Trainer(NetworkState):
         self._optimizer: KVStore | OwnedKeys = self.kvstore  # with its learning rate and state
         self._reducer: Reducer | ShardedWeights
         if self._network is not None and self.kvstore.num_workers > 1:
+            self.kvstore.attach("Trainer", self._parameters, None, compression=compression)
             trained = list(self._trained.values())
             self._reducer = self._sharded = ShardedWeights(trained, self._network, self.kvstore, memory)
             self._optimizer = OwnedKeys(spec, self._sharded, self.kvstore)
@@ -164,7 +163,8 @@ class Trainer(NetworkState):
             in_place=self.kvstore.num_workers == 1,
         )
         try:  # last, because keys cannot be removed from the store
-            self.kvstore.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
+            shard = None if shard == "weights" else shard
+            self.kvstore.attach("Trainer", self._parameters, spec, shard=shard, memory=memory, compression=compression)
             self.kvstore.broadcast(list(self._parameters), weights, weights)
         except BaseException:  # raised again
             self._reducer.close()

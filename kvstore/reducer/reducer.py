@@ -96,6 +96,7 @@ class Reducer:
         loose: Collection[Any] = (),
         sparse: Collection[Any] = (),
         in_place: bool = False,
+        continues_by: str = "a Trainer whose loop does not call kept()",
     ) -> None:
         """Register hooks on the trained parameters.
 
@@ -106,6 +107,7 @@ class Reducer:
             sparse: keys whose gradients may be sparse; others are ignored.
             in_place: let the store update the parameters of a single replica in place, which it must not do during
                 backward.
+            continues_by: whose training cannot go on in a restarted worker without a call of `kept`.
         """
         watch_torch()
         self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
@@ -115,6 +117,8 @@ class Reducer:
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
         self._in_place = in_place
+        self._continues_by = continues_by
+        self._must_continue = store.is_restarted and not store.is_elastic  # where `share` does it
         self.sparse_keys = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._order: list[list[Key]] = []  # keys in bucket order, repeated and sparse ones
@@ -156,6 +160,8 @@ class Reducer:
             rerun: the backward computes gradients of the same batch again after an earlier one has failed. Buckets
                 that were pushed then held the gradients of all replicas: they count, and are not pushed again.
         """
+        if push_early:
+            self._check_continued()
         self._active = list(active)
         self._weight = weight
         self._is_rerun = rerun
@@ -211,10 +217,17 @@ class Reducer:
 
     @torch.no_grad()
     def kept(self) -> Any:
-        """Restore the weights saved before a restart, and return the caller's state; None if there is none."""
+        """Restore the weights saved before a restart, and return the caller's state; None if there is none.
+
+        RuntimeError if nothing was saved before this worker's first push.
+        """
         found = self._store.kept()
         if found is None:
+            if self._must_continue and self._store.first_step:
+                self._store.check_not_restarted("training of which nothing was kept")
+            self._must_continue = False
             return None
+        self._must_continue = False
         state, order, weights, residuals, learning_rate = found
         if order and not self._buckets:
             self._use_order(order)
@@ -338,7 +351,13 @@ class Reducer:
         with recorder.current.span("exchange") if recorder.current is not None else nullcontext():
             self._finish(weight)
 
+    def _check_continued(self) -> None:
+        """Fail the job if this worker was restarted, and its loop begins anew."""
+        if self._must_continue:
+            self._store.check_not_restarted(f"training by {self._continues_by}")
+
     def _finish(self, weight: float | None) -> None:
+        self._check_continued()
         self._active = []
         self._weight = weight
         try:
