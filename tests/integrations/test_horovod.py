@@ -74,6 +74,9 @@ def _reductions(rank: int, size: int) -> None:
     torch.testing.assert_close(hvd.allreduce(own, compression=hvd.Compression.fp16), total / size)
     whole = torch.arange(4) + rank
     assert torch.equal(hvd.allreduce(whole), (torch.arange(4) * size + sum(range(size))) // size)
+    odd = torch.tensor([-75, 75, -1, 7], dtype=torch.int32) * (rank == 0)
+    assert hvd.allreduce(odd).tolist() == [int(value / size) for value in (-75, 75, -1, 7)]  # towards zero
+    assert hvd.reducescatter(odd[:2].repeat(size), op=hvd.Average).tolist() == [int(-75 / size), int(75 / size)]
     assert torch.equal(whole, torch.arange(4) + rank)
     in_place = own.clone()
     assert torch.equal(hvd.allreduce_(in_place, op=hvd.Sum), total)
