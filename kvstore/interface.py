@@ -177,7 +177,7 @@ class KVStore(abc.ABC):
         """True if `keep` has an effect: under `gangline launch --restart-processes`."""
         return False
 
-    def keep(self, state: Any) -> None:  # noqa: B027  stores without restarts keep nothing
+    def keep(self, state: Any) -> None:
         """Save this worker's state between two steps, for its restart; replaces the state saved before.
 
         The state must hold all that the next step depends on: weights, random states, the position in the data. A
@@ -186,7 +186,11 @@ class KVStore(abc.ABC):
 
         Args:
             state: anything that can be pickled, of any size; it is copied.
+
+        Raises:
+            ValueError: if the state is None, which `kept` returns in a first start.
         """
+        check_kept(state)
 
     def kept(self) -> Any:
         """Return the state that `keep` saved before this worker's restart, and continue from there; None without one.
@@ -1041,6 +1045,15 @@ class KVStore(abc.ABC):
 
     def _no_optimizer(self) -> str:
         return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
+
+
+def check_kept(state: Any) -> None:
+    """Raise ValueError if a state for `KVStore.keep` is None."""
+    if state is None:
+        raise ValueError(
+            "keep() got None, which kept() returns in a first start; expected what the next step depends on, at least "
+            "its number"
+        )
 
 
 def read_optimizer_states(path: str | Path) -> OptimizerState:

@@ -14,7 +14,7 @@ from torch import nn
 
 from gangline.collectives.eager import run_eagerly
 from gangline.kvstore.arguments import Value, check_shard
-from gangline.kvstore.interface import KVStore
+from gangline.kvstore.interface import KVStore, check_kept
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
@@ -46,9 +46,9 @@ class Trainer(NetworkState):
     worker ``step(n)`` equals torch's ``optimizer.step()``. A parameter without a gradient on any worker is not updated.
 
     Parameters written between two steps, by ``load_state_dict`` or ``p.data = x`` for example, must be written on all
-    workers. The next `step` then takes rank 0's values. With several workers, in-place writes through ``.data``, such
-    as ``p.data.clamp_()``, are detected only in loops that make some in the first steps. ``with torch.no_grad():
-    p.clamp_()`` is always detected.
+    workers. The next `step` then takes rank 0's values. In-place writes through ``.data``, such as ``p.data.clamp_()``,
+    are a RuntimeError of a later step in two cases with several workers: to weights on GPUs, in loops that make none in
+    the first steps, and to rows of a table with sparse gradients. ``with torch.no_grad(): p.clamp_()`` always works.
 
     After the first step the parameters are views of flat buckets. With one worker the store updates them in place.
 
@@ -284,16 +284,21 @@ class Trainer(NetworkState):
         if ignore_stale_grad:
             gradients = {key: parameter.grad for key, parameter in self._parameters.items()}
             self._used = {key: (weakref.ref(one), one._version) for key, one in gradients.items() if one is not None}
-        self._note_weights()
+        if self._written is not None:
+            self._written.note(after_step=True)
 
-    def keep(self, state: Any = None) -> None:
+    def keep(self, state: Any) -> None:
         """Save this worker's weights and the loop's state between two steps, for a restart of this worker alone.
 
         It has an effect only with a dist_sync store under `gangline launch --restart-processes`.
 
         Args:
             state: picklable state that the next step depends on: its number, random states, buffers.
+
+        Raises:
+            ValueError: if the state is None, which `kept` returns in a first start.
         """
+        check_kept(state)
         if self._written is not None and isinstance(self._reducer, Reducer):
             self._reducer.keep([state, self._written.steps, self._written.writes_data])
 

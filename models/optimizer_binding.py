@@ -158,7 +158,7 @@ class StoreOptimizer(OptimizerBinding):
 
     def begin_forward(self, *, train: bool) -> None:  # noqa: D102  inherited
         if not train:
-            for name in self._written.find():
+            for name in self._written.find() if len(self._replicas.all) > 1 else ():
                 first, *others = self._replicas.weights(name)
                 for other in others:
                     other.copy_(first)
@@ -182,7 +182,7 @@ class StoreOptimizer(OptimizerBinding):
 
     def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
         self._reducer.finish(weight)
-        self._written.note()
+        self._written.note(after_step=True)
 
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
         if self.workers.has_others:

@@ -134,6 +134,10 @@ class Reducer:
         self._push_lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._is_early = False
+        self.before_rows: Callable[[Key, torch.Tensor | None], object] = _ignore
+        """Called with a key and row numbers (None: all rows) before the gradients of these rows are pushed."""
+        self.after_rows: Callable[[Key, torch.Tensor | None], object] = _ignore
+        """Called when the store's values have replaced these rows."""
         self._add_hooks()
 
     def _add_hooks(self) -> None:
@@ -446,14 +450,16 @@ class Reducer:
             if self._in_step:
                 numbers = _numbers_of(gradients if self._weight != 0 else [])
                 rows[key] = _distinct(self._gather_rows(numbers))  # rows that any worker pushes
+                self.before_rows(key, rows[key])
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
                     self._store.push_weighted(key, gradients or None, self._weight)
             elif gradients:
-                self._store.push(key, gradients)
                 is_alone = self._store.num_workers == 1  # else other workers push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
+                self.before_rows(key, rows[key])
+                self._store.push(key, gradients)
         return rows
 
     def _gather_rows(self, own: Any) -> list[Any]:
@@ -470,6 +476,7 @@ class Reducer:
                 self._store.pull(key, self._weights(key))
             else:
                 self._store.row_sparse_pull(key, self._weights(key), row_ids=numbers)
+            self.after_rows(key, numbers)
 
     def _make_dense(self, keys: Iterable[Key]) -> None:
         """Convert sparse gradients of parameters whose first gradient was dense."""
@@ -535,6 +542,10 @@ class Reducer:
         self._buckets.append(state)
         self._bucket_of.update(dict.fromkeys(state.keys, state))
 
+    def flat_weights(self) -> list[tuple[list[Key], torch.Tensor]]:
+        """Return the keys and the first replica's flat weights of the buckets whose parameters are views of them."""
+        return [(state.keys, state.weights[0]) for state in self._buckets if state.weights and not state.is_loose]
+
     def view_of(self, key: Key) -> torch.Tensor | None:
         """Return the first replica's view of a key in its flat weights, as last pulled; None without a bucket."""
         state = self._bucket_of.get(key)
@@ -589,6 +600,10 @@ def places_of(tensors: Iterable[torch.Tensor]) -> list[_Place]:
     """Return the address and strides of each tensor."""
     given = [*tensors]
     return [*zip(map(_data_ptr, given), map(_stride, given), strict=True)]
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 def _make_calls(calls: Iterable[Callable[[], object]]) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from gangline import Communicator, DistributedOptimizer, Module, cpu, create
+from gangline import Communicator, DistributedOptimizer, Module, cpu, create, spawn
 from gangline.kvstore import Trainer
+from gangline.kvstore.reducer import written_weights
 from tests.collectives.ranks import in_threads
 from tests.kvstore.test_launch import launch
 
@@ -127,3 +128,72 @@ def _beside_an_optimizer(comm: Communicator) -> list[str]:
 def test_an_optimizer_of_the_whole_store_is_no_place_for_means_of_gradients() -> None:
     found: list[Any] = in_threads(2, _beside_an_optimizer)
     assert found[0] == found[1]
+
+
+# Writes between steps
+
+
+def _written_late(comm: Communicator, kind: str) -> tuple[list[float], str]:
+    """Return the first column of the weights after steps without effect, and the error of the last of them."""
+    torch.manual_seed(comm.rank)
+    table = kind in ("rows", "other rows")
+    net: nn.Module = nn.Embedding(4, 3, sparse=True) if table else nn.Linear(3, 4, bias=False)
+    weight, data = net.weight, torch.tensor([0, 2]) if table else torch.ones(1, 3)
+    assert isinstance(weight, nn.Parameter)
+    with create("allreduce", communicator=comm) as kv:
+        trainer = Trainer(net, "sgd", {"learning_rate": 0.0}, kv)
+        assert trainer._written is not None
+        trainer._written._defers = kind == "as on GPUs"
+        for step in range(8):
+            if step == 5:
+                if kind == "swapped":  # the sum of all bits stays
+                    weight.data.copy_(weight.data.flip(0).clone())
+                    expected = weight[:, 0].tolist()
+                else:
+                    weight.data[1 if kind == "other rows" else slice(None)].fill_(7.0)
+            trainer.zero_grad()
+            net(data).sum().backward()
+            try:
+                trainer.step(1)
+            except RuntimeError as error:
+                return weight[:, 0].tolist(), str(error)
+    return [float(kind != "swapped" or weight[:, 0].tolist() == expected), *weight[:, 0].tolist()], ""
+
+
+def test_a_first_late_write_through_data_is_not_lost() -> None:
+    for found, error in in_threads(2, _written_late, "filled"):
+        assert (found, error) == ([1, 7, 7, 7, 7], "")
+    for found, error in in_threads(2, _written_late, "swapped"):
+        assert (found[0], error) == (1, "")
+    for found, error in in_threads(2, _written_late, "other rows"):
+        assert (found[2], error) == (7, "")
+    for _, error in in_threads(2, _written_late, "as on GPUs"):
+        assert error.startswith("parameter 'weight' was written through .data, and the store's weights replace")
+    for _, error in in_threads(2, _written_late, "rows"):
+        assert error.startswith("row 0 of parameter 'weight' was written through .data, and the store's weights")
+
+
+def _bytes_summed(comm: Communicator, kind: str) -> list[int]:
+    net = nn.Embedding(1000, 4, sparse=True) if kind == "table" else nn.Linear(128, 8, bias=False)
+    counts, found = [0], []
+    octets = written_weights._octets
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        counts[-1] += tensor.nbytes
+        return octets(tensor)
+
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as kv:
+        patch.setattr(written_weights, "_octets", counted)
+        trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kv)
+        for _ in range(6):
+            trainer.zero_grad()
+            net(torch.tensor([1, 5]) if kind == "table" else torch.ones(1, 128)).sum().backward()
+            counts.append(0)
+            trainer.step(1)
+            found.append(counts[-1])
+    return found[2:]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("dense", 2 * 4 * 1024), ("table", 2 * 4 * 4 * 2)])
+def test_a_step_sums_each_weight_twice_and_of_a_table_the_rows_that_it_replaces(kind: str, expected: int) -> None:
+    assert spawn(_bytes_summed, 2, kind, threads=1) == [[expected] * 4] * 2
