@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.engine.host_staging import flat_values
 from gangline.collectives.engine.point_to_point import PointToPoint
+from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import SideStreams
@@ -75,7 +76,7 @@ def connect(
             rendezvous.exchange,
             transport=transport,
             timeout=timeout,
-            tcp_host=rendezvous.interface(),
+            tcp_host=rendezvous.interface,
         )
     except BaseException:
         rendezvous.fail()
@@ -91,7 +92,7 @@ def open_communicator(
     *,
     transport: str = "auto",
     timeout: float | None = None,
-    tcp_host: str = "127.0.0.1",
+    tcp_host: Callable[[], str] = lambda: LOOPBACK,
 ) -> Communicator:
     """Connect processes that can already exchange bytes; arguments and errors are those of `groups.open_group`."""
     return Communicator(
