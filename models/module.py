@@ -435,7 +435,9 @@ class Module:
         state = state.of_keys(lambda name: json.dumps(name) in trained)
         shapes = {name: shape for name, shape in state.shapes.items() if name in trained}
         self._pending_optimizer_state = replace(state, shapes=shapes)
+        set_by_fit = self.run_state.optimizer_set_by_fit
         self.init_optimizer(*self.optimizer_request)
+        self.run_state.optimizer_set_by_fit = set_by_fit
         self.set_learning_rate(rate)
 
     def _resolve_store(self, kvstore: str | KVStore | None) -> str | KVStore | None:
@@ -530,7 +532,10 @@ class Module:
         Raises:
             ValueError: if the batch sizes of data and label differ, or there are no samples.
         """
-        self._step.forward(*_unpack(data, label), train=self._for_training if is_train is None else is_train)
+        train = self._for_training if is_train is None else is_train
+        if train:
+            self._begin_training()
+        self._step.forward(*_unpack(data, label), train=train)
 
     def backward(self, out_grads: Any = None) -> None:
         """Compute gradients of the last forward's loss, or from gradients of its outputs.
@@ -562,6 +567,7 @@ class Module:
 
         With ``work_load_list="auto"`` a batch that does not fit into a context's memory is run again in micro-steps.
         """
+        self._begin_training()
         self._step.forward_backward(*_unpack(data, label))
 
     def forward_backward_update(self, data: Any, label: Any = None) -> None:
@@ -572,7 +578,12 @@ class Module:
         been pushed. With ``work_load_list="auto"`` a batch that does not fit into memory is run again in micro-steps;
         buckets that had been pushed count once.
         """
+        self._begin_training()
         self._step.forward_backward_update(*_unpack(data, label))
+
+    def _begin_training(self) -> None:
+        if self._step.unfrozen():
+            self.train_unfrozen()
 
     def drop_gradients(self) -> None:
         """Discard gradients that no `update` has used."""

@@ -443,7 +443,7 @@ def test_statistics_and_frozen_weights_that_are_written_reach_all_contexts(conte
 @pytest.mark.parametrize("freezes", [True, False], ids=["freezes", "unfreezes"])
 @pytest.mark.parametrize("within", [True, False], ids=["within_fit", "between_fits"])
 def test_layers_that_are_frozen_and_unfrozen_are_trained_as_by_torch(
-    contexts: list[Any], freezes: bool, within: bool, caplog: pytest.LogCaptureFixture
+    contexts: list[Any], freezes: bool, within: bool
 ) -> None:
     def network() -> nn.Sequential:
         torch.manual_seed(3)
@@ -463,9 +463,6 @@ def test_layers_that_are_frozen_and_unfrozen_are_trained_as_by_torch(
 
         def change(*_: object) -> None:
             own[0].requires_grad_(not freezes)
-            if within and not freezes:
-                module.forward_backward_update(*arrays())
-                assert "not trained, because frozen when the optimizer was set: 0.weight, 0.bias" in caplog.text
 
         fit = partial(module.fit, loader(), kvstore="local", optimizer_params={"learning_rate": 0.1, "momentum": 0.9})
         if within:
@@ -474,8 +471,7 @@ def test_layers_that_are_frozen_and_unfrozen_are_trained_as_by_torch(
             fit(num_epoch=1)
             change()
             fit(num_epoch=1)
-        if freezes or not within:
-            assert distance(module.get_params(), plain.state_dict()) < 1e-6
+        assert distance(module.get_params(), plain.state_dict()) < 1e-6
 
 
 # -- compiled networks ------------------------------------------------------------------------------------------------
