@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,13 +38,16 @@ from gangline.kvstore.arguments import (
 )
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression, parse
+from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer.attachment import Attachment
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.sparse import checked_rows, copy_rows
 
+_log = logging.getLogger("gangline")
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _Parsed = TypeVar("_Parsed", bound=Sequence[Any])
 _Result = TypeVar("_Result")
@@ -112,6 +116,7 @@ class KVStore(abc.ABC):
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
         self._pending: dict[Key, Work] = {}  # pushes that wait for update(), under clip_global_norm
         self._compressed: CompressedPushes | None = None
+        self._attachments: list[Attachment] = []
         self._calls_begun = 0
         self._closed = False
 
@@ -172,7 +177,7 @@ class KVStore(abc.ABC):
         """True if `keep` has an effect: under `gangline launch --restart-processes`."""
         return False
 
-    def keep(self, state: Any) -> None:  # noqa: B027  stores without restarts keep nothing
+    def keep(self, state: Any) -> None:
         """Save this worker's state between two steps, for its restart; replaces the state saved before.
 
         The state must hold all that the next step depends on: weights, random states, the position in the data. A
@@ -181,7 +186,11 @@ class KVStore(abc.ABC):
 
         Args:
             state: anything that can be pickled, of any size; it is copied.
+
+        Raises:
+            ValueError: if the state is None, which `kept` returns in a first start.
         """
+        check_kept(state)
 
     def kept(self) -> Any:
         """Return the state that `keep` saved before this worker's restart, and continue from there; None without one.
@@ -603,6 +612,76 @@ class KVStore(abc.ABC):
 
     # For Module, Trainer and other frameworks: weighted means, buckets, checkpoints. MXNet has none of these.
 
+    _serves_one_process = False
+
+    @refused_on_all_ranks
+    def attach(
+        self,
+        owner: str,
+        keys: Collection[Key],
+        spec: OptimizerSpec | None,
+        *,
+        shard: str | None = None,
+        memory: Sequence[float] | str = "auto",
+        compression: Mapping[str, Any] | None = None,
+        replaces: Attachment | None = None,
+    ) -> Attachment:
+        """Take keys and set their optimizer for a front, which then initialises the keys. Collective.
+
+        Args:
+            owner: kind of front, for error messages: "Trainer", "Module" or "DistributedOptimizer".
+            keys: keys of the front; none if the store needs no values of it.
+            spec: optimizer of the keys; None if the front updates the weights and the store must return sums.
+            shard: as for `set_optimizer`.
+            memory: as for `set_optimizer`.
+            compression: as for `set_gradient_compression`; None: unchanged.
+            replaces: an earlier attachment of the same front, whose keys and optimizer it takes again.
+
+        Raises:
+            ValueError: if the store holds one of the keys already, or has an optimizer or compression that this front
+                cannot use.
+            RuntimeError: if this worker was restarted alone, or the job is elastic, and the front cannot continue then.
+        """
+        self._check_open()
+        if self._serves_one_process and (workers := num_workers()) > 1:
+            _log.warning(
+                "a %s uses a %r store, which serves this process alone, in a job of %d workers: each trains its own "
+                "weights; leave kvstore out, or name 'allreduce' or a dist_* store",
+                *(owner, self.type, workers),
+            )
+        known = replaces.keys if replaces is not None else frozenset()
+        held = [key for key in keys if key in self and key not in known]
+        if held:
+            raise ValueError(
+                f"the {self.type!r} store holds keys {held} already; give the {owner} others, or a store of its own"
+            )
+        others = [one for one in self._attachments if one is not replaces]
+        if others and keys:
+            self.check_not_restarted(f"training by a {others[0].owner} and a {owner} on one store")
+        if compression is not None:
+            self.set_gradient_compression(compression)
+        if spec is None and keys:
+            if self._has_optimizer:
+                raise ValueError(f"the {self.type!r} store runs an optimizer of its own; expected one without")
+            self.check_not_restarted(f"a {owner}")
+        elif spec is not None:
+            if others:
+                raise ValueError(
+                    f"the {self.type!r} store serves a {others[0].owner} already; give this {owner} a store of its own"
+                )
+            self.set_optimizer(spec, shard=shard, memory=memory)
+        attachment = Attachment(owner, known.union(keys), spec)
+        self._attachments = [*others, attachment]
+        return attachment
+
+    @property
+    def _has_optimizer(self) -> bool:
+        try:
+            self.learning_rate  # noqa: B018  raises without an optimizer
+        except RuntimeError:
+            return False
+        return True
+
     def exchange(self, data: bytes) -> list[bytes]:
         """All-gather bytes; return them in rank order, with b"" for workers in `join`.
 
@@ -966,6 +1045,15 @@ class KVStore(abc.ABC):
 
     def _no_optimizer(self) -> str:
         return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
+
+
+def check_kept(state: Any) -> None:
+    """Raise ValueError if a state for `KVStore.keep` is None."""
+    if state is None:
+        raise ValueError(
+            "keep() got None, which kept() returns in a first start; expected what the next step depends on, at least "
+            "its number"
+        )
 
 
 def read_optimizer_states(path: str | Path) -> OptimizerState:

@@ -77,6 +77,7 @@ class LocalStore(KVStore):
     Host memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
     """
 
+    _serves_one_process = True
     _is_alone = True  # a push is the sum over this process's devices
 
     def __init__(self, name: str = "local", *, in_order: bool = False) -> None:

@@ -80,6 +80,7 @@ class AllReduceStore(LocalStore):
     worker.
     """
 
+    _serves_one_process = False
     _is_alone = False
 
     def __init__(self, name: str = "allreduce", communicator: Communicator | None = None) -> None:

@@ -30,7 +30,7 @@ from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.remote_errors import error_text, refusal
 from gangline.kvstore.group.serialization import name_of_dtype
 from gangline.kvstore.group.worker_group import WorkerGroup
-from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
+from gangline.kvstore.interface import KVStore, check_kept, read_optimizer_states, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
@@ -199,6 +199,7 @@ class DistStore(KVStore):
 
     def keep(self, state: Any) -> None:  # noqa: D102  inherited
         self._check_open()
+        check_kept(state)
         self._continuation.keep(state)
 
     def kept(self) -> Any:  # noqa: D102  inherited

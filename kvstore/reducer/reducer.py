@@ -96,6 +96,7 @@ class Reducer:
         loose: Collection[Any] = (),
         sparse: Collection[Any] = (),
         in_place: bool = False,
+        continues_by: str = "a Trainer whose loop does not call kept()",
     ) -> None:
         """Register hooks on the trained parameters.
 
@@ -106,6 +107,7 @@ class Reducer:
             sparse: keys whose gradients may be sparse; others are ignored.
             in_place: let the store update the parameters of a single replica in place, which it must not do during
                 backward.
+            continues_by: whose training cannot go on in a restarted worker without a call of `kept`.
         """
         watch_torch()
         self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
@@ -115,6 +117,8 @@ class Reducer:
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
         self._in_place = in_place
+        self._continues_by = continues_by
+        self._must_continue = store.is_restarted and not store.is_elastic  # where `share` does it
         self.sparse_keys = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._order: list[list[Key]] = []  # keys in bucket order, repeated and sparse ones
@@ -130,6 +134,10 @@ class Reducer:
         self._push_lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._is_early = False
+        self.before_rows: Callable[[Key, torch.Tensor | None], object] = _ignore
+        """Called with a key and row numbers (None: all rows) before the gradients of these rows are pushed."""
+        self.after_rows: Callable[[Key, torch.Tensor | None], object] = _ignore
+        """Called when the store's values have replaced these rows."""
         self._add_hooks()
 
     def _add_hooks(self) -> None:
@@ -156,6 +164,8 @@ class Reducer:
             rerun: the backward computes gradients of the same batch again after an earlier one has failed. Buckets
                 that were pushed then held the gradients of all replicas: they count, and are not pushed again.
         """
+        if push_early:
+            self._check_continued()
         self._active = list(active)
         self._weight = weight
         self._is_rerun = rerun
@@ -211,10 +221,17 @@ class Reducer:
 
     @torch.no_grad()
     def kept(self) -> Any:
-        """Restore the weights saved before a restart, and return the caller's state; None if there is none."""
+        """Restore the weights saved before a restart, and return the caller's state; None if there is none.
+
+        RuntimeError if nothing was saved before this worker's first push.
+        """
         found = self._store.kept()
         if found is None:
+            if self._must_continue and self._store.first_step:
+                self._store.check_not_restarted("training of which nothing was kept")
+            self._must_continue = False
             return None
+        self._must_continue = False
         state, order, weights, residuals, learning_rate = found
         if order and not self._buckets:
             self._use_order(order)
@@ -338,7 +355,13 @@ class Reducer:
         with recorder.current.span("exchange") if recorder.current is not None else nullcontext():
             self._finish(weight)
 
+    def _check_continued(self) -> None:
+        """Fail the job if this worker was restarted, and its loop begins anew."""
+        if self._must_continue:
+            self._store.check_not_restarted(f"training by {self._continues_by}")
+
     def _finish(self, weight: float | None) -> None:
+        self._check_continued()
         self._active = []
         self._weight = weight
         try:
@@ -427,14 +450,16 @@ class Reducer:
             if self._in_step:
                 numbers = _numbers_of(gradients if self._weight != 0 else [])
                 rows[key] = _distinct(self._gather_rows(numbers))  # rows that any worker pushes
+                self.before_rows(key, rows[key])
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
                     self._store.push_weighted(key, gradients or None, self._weight)
             elif gradients:
-                self._store.push(key, gradients)
                 is_alone = self._store.num_workers == 1  # else other workers push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
+                self.before_rows(key, rows[key])
+                self._store.push(key, gradients)
         return rows
 
     def _gather_rows(self, own: Any) -> list[Any]:
@@ -451,6 +476,7 @@ class Reducer:
                 self._store.pull(key, self._weights(key))
             else:
                 self._store.row_sparse_pull(key, self._weights(key), row_ids=numbers)
+            self.after_rows(key, numbers)
 
     def _make_dense(self, keys: Iterable[Key]) -> None:
         """Convert sparse gradients of parameters whose first gradient was dense."""
@@ -516,6 +542,10 @@ class Reducer:
         self._buckets.append(state)
         self._bucket_of.update(dict.fromkeys(state.keys, state))
 
+    def flat_weights(self) -> list[tuple[list[Key], torch.Tensor]]:
+        """Return the keys and the first replica's flat weights of the buckets whose parameters are views of them."""
+        return [(state.keys, state.weights[0]) for state in self._buckets if state.weights and not state.is_loose]
+
     def view_of(self, key: Key) -> torch.Tensor | None:
         """Return the first replica's view of a key in its flat weights, as last pulled; None without a bucket."""
         state = self._bucket_of.get(key)
@@ -570,6 +600,10 @@ def places_of(tensors: Iterable[torch.Tensor]) -> list[_Place]:
     """Return the address and strides of each tensor."""
     given = [*tensors]
     return [*zip(map(_data_ptr, given), map(_stride, given), strict=True)]
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 def _make_calls(calls: Iterable[Callable[[], object]]) -> None:

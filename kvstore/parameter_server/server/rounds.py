@@ -17,6 +17,7 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_query import places_of_workers
 from gangline.collectives.liveness.status_socket import Wait
 from gangline.collectives.timeline import recorder
+from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
@@ -150,13 +151,14 @@ class ShardRounds:
                 found.update(rank for rank in ranks - found if self.last_push(shard, rank) < last)
         return found
 
-    def rounds_of(self, rank: int) -> list[tuple[int, int, int]]:
-        """Return (number, rounds pushed by this worker, maximum of rounds pushed by any worker) of each shard."""
+    def rounds_of(self, rank: int) -> list[tuple[int, int, int, Key]]:
+        """Return (number, rounds pushed by this worker, maximum of rounds pushed by any worker, key) of each shard."""
         return [
             (
                 shard.number,
                 max(self.last_push(shard, rank), shard.closed if self.is_sync else 0),
                 max(shard.pushed.values(), default=0),
+                shard.key,
             )
             for shard in self.shards.values()
         ]
