@@ -75,7 +75,7 @@ class Replicas:
         self.all: list[Replica] = []
         self._saved_buffers: list[torch.Tensor] = []
         self._noted: list[tuple[int, int]] = []
-        self._gradients: dict[str, tuple[torch.Tensor, int]] = {}
+        self._gradients: list[dict[str, tuple[torch.Tensor, int]]] = []
         self.divided: ShardedWeights | None = None
         """The sharded weights of the only replica; None if weights are not sharded."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
@@ -127,19 +127,30 @@ class Replicas:
                     target._post_accumulate_grad_hooks = OrderedDict(hooks | reducers)
 
     def note_gradients(self) -> None:
-        """Record the gradients of the user's network after a backward, for `written_gradients`."""
-        self._gradients = {
-            name: (one.grad, one.grad._version) for name, one in self.first.parameters.items() if one.grad is not None
-        }
+        """Record the gradients after a backward, for `take_written_gradients`."""
+        self._gradients = [
+            {name: (one.grad, one.grad._version) for name, one in replica.parameters.items() if one.grad is not None}
+            for replica in self.all
+        ]
 
-    def written_gradients(self) -> list[str]:
-        """Return the names of parameters whose gradient in the user's network was written since `note_gradients`."""
-        written = []
-        for name, parameter in self.first.parameters.items():
-            gradient, version = self._gradients.get(name, (None, 0))
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
-                written.append(name)
-        return written
+    def take_written_gradients(self, *, by_all: bool) -> list[str]:
+        """Return the names of parameters whose gradient in the user's network was written since `note_gradients`.
+
+        Without ``by_all``, leave out those whose gradients were written in all replicas. The record is dropped.
+        """
+        noted, self._gradients = self._gradients, []
+        written = [
+            {
+                name: (one := replica.parameters[name].grad) is not gradient or one._version != version
+                for name, (gradient, version) in known.items()
+            }
+            for known, replica in zip(noted, self.all, strict=False)
+        ]
+        return [
+            name
+            for name, is_written in (written[0] if written else {}).items()
+            if is_written and (by_all or not all(of.get(name, True) for of in written))
+        ]
 
     def note(self) -> None:
         """Record the state of the user's network after a pass, for `copy_written`."""
@@ -206,6 +217,7 @@ class Replicas:
 
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
+        self._gradients = []
         for replica in self.all:
             for parameter in replica.all_parameters:
                 parameter.grad = None

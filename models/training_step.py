@@ -346,7 +346,7 @@ class TrainingStep:
         replicas = self._executor.replicas
         finite = all_finite(replicas.all_gradients()) if self._loss_scale is not None else None
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
-        if self._sums_gradients and (names := replicas.written_gradients()):
+        if names := replicas.take_written_gradients(by_all=self.workers.has_others):
             raise RuntimeError(
                 f"gradients of {', '.join(names)} were written between backward() and update(), but they are a part of "
                 "the sum over all contexts and workers; expected clip_global_norm, clip_norm or clip_gradient in "
@@ -364,13 +364,9 @@ class TrainingStep:
             self.optimizer.abandon(error)
             raise
 
-    @property
-    def _sums_gradients(self) -> bool:
-        return self.workers.has_others or len(self._executor.replicas.all) > 1
-
     def _note_gradients(self) -> None:
         self._gradients_used = False
-        if self._sums_gradients:
+        if self.workers.has_others or len(self._executor.replicas.all) > 1:
             self._executor.replicas.note_gradients()
 
     def _log_skipped(self, loss_scale: LossScale) -> None:

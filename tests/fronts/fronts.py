@@ -501,6 +501,7 @@ class KVStoreLoop(Plain):
     """Push and pull by hand, as MXNet's loops do; the store's optimizer updates the weights."""
 
     absent = OF_TORCH | {
+        "two on one store",
         "unfrozen later",
         "no gradient on all",
         "never a gradient",
