@@ -15,6 +15,7 @@ from torch import nn
 from gangline.collectives.eager import run_eagerly
 from gangline.kvstore.arguments import Value, check_shard
 from gangline.kvstore.interface import KVStore, check_kept
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
@@ -143,7 +144,7 @@ class Trainer(NetworkState):
         self._network = network if shard == "weights" else None
         self._sharded = None
         self._written: WrittenWeights | None = None  # sharded weights are not in the store
-        self._optimizer: KVStore | OwnedKeys = self.kvstore  # with its learning rate and state
+        self._optimizer: OptimizerGroup | OwnedKeys  # with its learning rate and state
         self._reducer: Reducer | ShardedWeights
         if self._network is not None and self.kvstore.num_workers > 1:
             self.kvstore.attach("Trainer", self._parameters, None, compression=compression)
@@ -152,6 +153,12 @@ class Trainer(NetworkState):
             self._optimizer = OwnedKeys(spec, self._sharded, self.kvstore)
             self._reducer.begin([0], push_early=False)
             return
+        shard = None if shard == "weights" else shard
+        group = self.kvstore.attach(
+            "Trainer", self._parameters, spec, shard=shard, memory=memory, compression=compression
+        )
+        assert group is not None
+        self._optimizer = group
         weights = list(self._parameters.values())
         on_gpus = any(weight.is_cuda for weight in weights)
         keeps_memory = on_gpus and (network is None or len({weight.device for weight in weights}) > 1)
@@ -161,10 +168,9 @@ class Trainer(NetworkState):
             loose=self._trained if keeps_memory else () if network is None else cudnn_weights(network),
             sparse=() if network is None else sparse_tables(network),
             in_place=self.kvstore.num_workers == 1,
+            group=group,
         )
         try:  # last, because keys cannot be removed from the store
-            shard = None if shard == "weights" else shard
-            self.kvstore.attach("Trainer", self._parameters, spec, shard=shard, memory=memory, compression=compression)
             self.kvstore.broadcast(list(self._parameters), weights, weights)
         except BaseException:  # raised again
             self._reducer.close()
@@ -495,7 +501,7 @@ class Trainer(NetworkState):
 
     def _assign_changes(self) -> None:
         if self._has_failed:
-            self.kvstore.drop_updates()
+            self.kvstore.drop_updates(group=self._reducer.group if isinstance(self._reducer, Reducer) else None)
             self._has_failed = False
         if self._written is not None:
             frozen = [key for key in self._written.assign() if key not in self._trained]

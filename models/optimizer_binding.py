@@ -13,7 +13,7 @@ from torch import nn
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.kvstore import KVStore, create
-from gangline.kvstore.optimizer.attachment import Attachment
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
@@ -141,17 +141,18 @@ class StoreOptimizer(OptimizerBinding):
     store: KVStore
 
     def __init__(
-        self, replicas: Replicas, store: KVStore, workers: Workers, attachment: Attachment, *, owns_store: bool
+        self, replicas: Replicas, store: KVStore, workers: Workers, group: OptimizerGroup, *, owns_store: bool
     ) -> None:
         """Register the reducer's hooks; the store must hold the weights already."""
         self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
-        self.attachment = attachment
+        self.group = group
         uses_gpu = any(replica.context.device_type == "gpu" for replica in replicas.all)
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
             loose={plain_name(name) for name in cudnn_weights(replicas.first.network)} if uses_gpu else (),
             sparse={plain_name(name) for name in sparse_tables(replicas.first.network)},
+            group=group,
             continues_by="a Module without fit",
         )
         self._written = WrittenWeights(replicas.first.parameters, self._reducer, store, sums_bits=True)
@@ -168,10 +169,10 @@ class StoreOptimizer(OptimizerBinding):
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
-        return self.store.learning_rate
+        return self.group.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
-        self.store.set_learning_rate(learning_rate)
+        self.group.set_learning_rate(learning_rate)
 
     def begin_backward(  # noqa: D102  inherited
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
@@ -211,12 +212,12 @@ class StoreOptimizer(OptimizerBinding):
 
     def state(self) -> OptimizerState:  # noqa: D102  inherited
         trained = self._replicas.first.parameters  # the store may also hold weights that only an earlier fit trained
-        state = self.store.optimizer_state().of_keys(trained.__contains__)
+        state = self.store.optimizer_state(group=self.group).of_keys(trained.__contains__)
         shapes = {name: shape for name, shape in state.shapes.items() if json.loads(name) in trained}
         return replace(state, shapes=shapes)
 
     def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
-        self.store.load_optimizer_state(state)
+        self.store.load_optimizer_state(state, group=self.group)
 
     def keep(self, state: Any) -> None:
         """Save a state and the store's state on this worker between two steps; see `KVStore.keep`."""
@@ -368,11 +369,11 @@ def bind_optimizer(
         if state is not None:
             binding.load_state(state)
         return binding
-    before = previous.attachment if isinstance(previous, StoreOptimizer) and store is previous.store else None
-    attachment = _init_store(store, replicas, spec, options, before)
+    before = previous.group if isinstance(previous, StoreOptimizer) and store is previous.store else None
+    group = _init_store(store, replicas, spec, options, before)
     if state is not None:
-        store.load_optimizer_state(state)
-    return StoreOptimizer(replicas, store, workers, attachment, owns_store=owns_store)
+        store.load_optimizer_state(state, group=group)
+    return StoreOptimizer(replicas, store, workers, group, owns_store=owns_store)
 
 
 def _own_store(name: str, previous: OptimizerBinding) -> KVStore:
@@ -387,13 +388,13 @@ def _own_store(name: str, previous: OptimizerBinding) -> KVStore:
 
 
 def _init_store(
-    store: KVStore, replicas: Replicas, spec: OptimizerSpec, options: StoreOptions, before: Attachment | None
-) -> Attachment:
+    store: KVStore, replicas: Replicas, spec: OptimizerSpec, options: StoreOptions, before: OptimizerGroup | None
+) -> OptimizerGroup:
     """Give the store the optimizer and the replicas' weights."""
     _check_no_max_norm(replicas.first.network)
     names = list(replicas.first.parameters)
     held = [name for name in names if name in store]
-    attachment = store.attach(
+    group = store.attach(
         "Module",
         names,
         spec,
@@ -408,7 +409,8 @@ def _init_store(
     store.broadcast(new, [replicas.weights(name)[0] for name in new], [replicas.weights(name) for name in new])
     if held:
         _assign(store, replicas, held)
-    return attachment
+    assert group is not None
+    return group
 
 
 def _assign(store: KVStore, replicas: Replicas, names: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from gangline.collectives.work import Work
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.nan_check import checks_finite, not_finite
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
@@ -96,6 +97,7 @@ class Reducer:
         loose: Collection[Any] = (),
         sparse: Collection[Any] = (),
         in_place: bool = False,
+        group: OptimizerGroup | None = None,
         continues_by: str = "a Trainer whose loop does not call kept()",
     ) -> None:
         """Register hooks on the trained parameters.
@@ -107,6 +109,7 @@ class Reducer:
             sparse: keys whose gradients may be sparse; others are ignored.
             in_place: let the store update the parameters of a single replica in place, which it must not do during
                 backward.
+            group: optimizer of the keys; None: the store returns sums.
             continues_by: whose training cannot go on in a restarted worker without a call of `kept`.
         """
         watch_torch()
@@ -117,6 +120,8 @@ class Reducer:
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
         self._in_place = in_place
+        self.group = group
+        self._updates_wait = group is not None and group.updates_wait
         self._continues_by = continues_by
         self._must_continue = store.is_restarted and not store.is_elastic  # where `share` does it
         self.sparse_keys = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
@@ -217,7 +222,8 @@ class Reducer:
         if self._store.keeps_state:
             weights = {key: parameter.detach() for key, parameter in self._parameters[0].items()}
             residuals = self._store.compression_residuals()
-            self._store.keep([state, self._order, weights, residuals, self._store.learning_rate])
+            assert self.group is not None
+            self._store.keep([state, self._order, weights, residuals, self.group.learning_rate])
 
     @torch.no_grad()
     def kept(self) -> Any:
@@ -240,13 +246,13 @@ class Reducer:
                 of_replica[key].copy_(value)
         if self._store.compresses:
             self._store.load_compression_residuals(residuals)
-        self._store.set_learning_rate(learning_rate)
+        self._store.set_learning_rate(learning_rate, group=self.group)
         return state
 
     def _drop_updates(self) -> None:
         """After a failed push, drop the pushes that wait for an update; other workers drop or refuse them."""
-        if self._store.updates_wait:
-            _make_calls([self._store.drop_updates])
+        if self._updates_wait:
+            _make_calls([partial(self._store.drop_updates, group=self.group)])
 
     def _reload(self) -> None:
         """After a failed step, pull the weights of all buckets, ignoring errors."""
@@ -395,8 +401,8 @@ class Reducer:
         except Exception:  # whatever failed, no later update may use what was pushed; raised again
             self._drop_updates()
             raise
-        if self._store.updates_wait:
-            self._store.update()
+        if self._updates_wait:
+            self._store.update(group=self.group)
         self._pull_rows(rows)
 
     def _push_incomplete(self, state: BucketState) -> None:
@@ -427,8 +433,8 @@ class Reducer:
         """
         self._active = []
         pushed = [state for state in self._buckets if state.push is not None]
-        if self._store.updates_wait:  # nothing has been updated
-            self._store.drop_updates()
+        if self._updates_wait:  # nothing has been updated
+            self._store.drop_updates(group=self.group)
             pushed = []
         for state in self._buckets:
             state.pending = {}

@@ -168,7 +168,7 @@ class WrittenWeights:
         if numbers is None or key not in self._row_sums:
             self._row_sums[key] = sums if numbers is None else _sums_of_rows(self._parameters[key], None)
         else:
-            self._row_sums[key][numbers.to(sums.device)] = sums
+            self._row_sums[key].index_copy_(0, numbers.to(sums.device), sums)
 
 
 def _lost(what: str) -> str:
@@ -196,14 +196,17 @@ def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     octets = _octets(tensor)
     words = octets[: octets.numel() // 8 * 8].view(torch.int64)
     table = words[: words.numel() // _WORDS * _WORDS].view(-1, _WORDS)
-    return torch.cat([table.sum(1), table.sum(0), words[table.numel() :], octets[words.nbytes :].long()])
+    parts = [table.sum(1), table.sum(0), words[table.numel() :]]
+    if octets.numel() % 8:
+        parts.append(octets[words.nbytes :].long())
+    return torch.cat(parts)
 
 
 def _sums_of_rows(table: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
     """Return two sums of the bits of each of these rows, or of all, shape (rows, 2); one is weighted by position."""
     rows = table.detach() if numbers is None else table.detach()[numbers.to(table.device)]
-    octets = _octets(rows).view(len(rows), -1)
-    width = octets.shape[1]
+    width = table.nbytes // max(len(table), 1)
+    octets = _octets(rows).view(len(rows), width)
     words = octets.view(torch.int64) if width % 8 == 0 else octets.long()
     position = torch.arange(1, words.shape[1] + 1, device=words.device)
     return torch.stack([words.sum(1), (words * position).sum(1)], 1)

@@ -276,12 +276,13 @@ def test_a_server_survives_hostile_bytes(pair: Pair) -> None:
         ("ValueError: rows -1 to -1", Pull(n(), [[6, 0, ROWS, 8]], True, None), [b"\xff" * 8]),
         ("ProtocolError: worker 1 defines shards", definition(n(), 7, [FLOATS], 1, "mine"), [zeros]),
         ("ProtocolError: command 'shutdown'", Command(n(), "shutdown", b""), []),
-        ("RuntimeError: there is no optimizer", Command(n(), "state", b""), []),
-        ("ValueError: there is no optimizer", Command(n(), "load", b""), []),
+        ("RuntimeError: there is no optimizer", Command(n(), "state", msgpack.packb(0)), []),
+        ("RuntimeError: there is no optimizer", Command(n(), "load", msgpack.packb([0, "sgd", {}, []])), []),
+        ("ValueError: Unpack failed", Command(n(), "load", b""), []),
         ("ValueError: Unpack failed", Command(n(), "optimizer", b""), []),
         ("TypeError", Command(n(), "optimizer", msgpack.packb(7)), []),
-        ("ValueError: optimizer 'sdg' is unknown", Command(n(), "optimizer", msgpack.packb(["sdg", {}, [], []])), []),
-        ("TypeError", Command(n(), "optimizer", msgpack.packb([{}, {}, [], []])), []),
+        ("ValueError: optimizer 'sdg' is unknown", Command(n(), "optimizer", group_of(["sdg", {}, [], []])), []),
+        ("TypeError", Command(n(), "optimizer", group_of([{}, {}, [], []])), []),
         ("ValueError", Command(n(), "compression", b"\xc1"), []),
         ("TypeError", Command(n(), "compression", msgpack.packb(5)), []),
         ("ValueError", Command(n(), "compression", msgpack.packb({"type": "zip"})), []),
@@ -292,6 +293,10 @@ def test_a_server_survives_hostile_bytes(pair: Pair) -> None:
         assert re.match(said, text), text
     assert pair.server.rejected == before + sum(not said.startswith("MismatchError") for said, _, _ in hostile)
     pair.serves()
+
+
+def group_of(optimizer: list[Any]) -> bytes:
+    return bytes(msgpack.packb([0, None, msgpack.packb(optimizer)]))
 
 
 def test_invalid_definitions_of_rank_0_are_refused(pair: Pair) -> None:
@@ -391,19 +396,20 @@ def test_a_pull_gets_its_round_though_the_next_one_is_complete(pair: Pair, numel
 
 def test_an_optimizer_refuses_invalid_states() -> None:
     place, data = "5/momentum_buffer", bytes(4 * FLOATS)
-    spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "momentum": 0.5})))
+    spec = OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "momentum": 0.5}))
     with Job(2) as job, Pair(job) as pair:
-        pair.command("optimizer", spec)
+        pair.command("optimizer", optimizer_shards.pack_group(0, None, spec))
         for state, frames in (
             (5, []),
-            (["sgd", {}, [[place, "float32", [FLOATS]]]], []),
-            (["sgd", {}, [[place, "load", [FLOATS]]]], [data]),
-            (["sgd", {}, [[place, 7, [FLOATS]]]], [data]),
-            (["sgd", {}, [[place, "float32", [FLOATS + 1]]]], [data]),
-            (["sgd", {}, [[place, "float32", [FLOATS]]]], [bytes(3)]),
-            (["sgd", {}, [[5, "float32", [FLOATS]]]], [data]),
-            (["adam", {}, []], []),
-            (["sgd", 5, []], []),
+            ([0, "sgd", {}, [[place, "float32", [FLOATS]]]], []),
+            ([0, "sgd", {}, [[place, "load", [FLOATS]]]], [data]),
+            ([0, "sgd", {}, [[place, 7, [FLOATS]]]], [data]),
+            ([0, "sgd", {}, [[place, "float32", [FLOATS + 1]]]], [data]),
+            ([0, "sgd", {}, [[place, "float32", [FLOATS]]]], [bytes(3)]),
+            ([0, "sgd", {}, [[5, "float32", [FLOATS]]]], [data]),
+            ([0, "adam", {}, []], []),
+            ([0, "sgd", 5, []], []),
+            ([1, "sgd", {}, []], []),
         ):
             assert pair.clients[0].refusal(Command(pair.next(), "load", msgpack.packb(state)), *frames)
         for rank in range(2):
