@@ -18,7 +18,7 @@ from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
 from gangline.kvstore.arguments import check_shard
 from gangline.kvstore.compression import parse
-from gangline.kvstore.default_store import job_store
+from gangline.kvstore.default_store import default_store, job_store
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
@@ -390,8 +390,9 @@ class Module:
         Collective with a store of several workers; rank 0's parameters and buffers are used.
 
         Args:
-            kvstore: a store, the name of one, or None. "auto": the job's store with context "parallel", else "device"
-                if all contexts are GPUs, else "local". A single context needs no store, and none is created for a name.
+            kvstore: a store, the name of one, or None. "auto": the job's store in a job of several workers and with
+                context "parallel", else "device" if all contexts are GPUs, else "local". A single context needs no
+                store, and none is created for a name.
             optimizer: name or class from torch.optim; see `OptimizerSpec.parse`.
             optimizer_params: its arguments, by torch's names or MXNet's.
 
@@ -445,6 +446,8 @@ class Module:
         if self._job_store is None:
             if kvstore != "auto":
                 return kvstore
+            if (store := default_store()) != "device":
+                return store
             return "device" if all(context.device_type == "gpu" for context in self.contexts) else "local"
         if kvstore in ("auto", "local", None):
             return self._job_store

@@ -26,6 +26,8 @@ from gangline.mxnet.gluon import Trainer as GluonTrainer
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 OF_TORCH = frozenset({"added later", "skipped by a GradScaler"})
 """Situations of torch optimizers."""
+WRITE_NAMES = ("load_state_dict", "p.data.copy_", "p.data = x", "clamp_", "swapped and back")
+"""Situations in which weights are written between steps."""
 
 
 class Network(nn.Module):
@@ -142,7 +144,7 @@ class Plain:
 
     def step(self, step: Step) -> None:
         whole = torch.cat([one.data for one in step.batches]), torch.cat([one.label for one in step.batches])
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(not step.zeroes)
         self.scaler.scale(F.mse_loss(self.network(whole[0]), whole[1])).backward()
         if not step.is_skipped:
             self.update(step)
@@ -200,6 +202,8 @@ class Step:
     between: tuple[Callable[[Any], None], ...] = ()
     is_skipped: bool = False
     """No worker updates."""
+    zeroes: bool = False
+    """Gradients of earlier steps are set to zero, not to None."""
 
 
 class Trainer(Plain):
@@ -221,7 +225,7 @@ class Trainer(Plain):
 
     def step(self, step: Step) -> None:
         *parts, last = self.own(step.batches)
-        self.trainer.zero_grad()
+        self.trainer.zero_grad(not step.zeroes)
         with self.trainer.no_sync():
             for data, label in parts:
                 self.backward(data, label)
@@ -314,7 +318,7 @@ class DistributedOptimizer(Plain):
     def step(self, step: Step) -> None:
         *parts, last = own = self.own(step.batches)
         count = sum(len(data) for data, _ in own)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(not step.zeroes)
         self.optimizer.weight = count
         with self.optimizer.no_sync():
             for part in parts:
@@ -461,7 +465,7 @@ class Horovod(DistributedOptimizer):
     def step(self, step: Step) -> None:
         """Horovod takes the mean over ranks: the loss is this rank's part of the mean over samples."""
         self.optimizer.set_backward_passes_per_step(len(step.batches))
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(not step.zeroes)
         for data, label in self.own(step.batches):
             share = hvd.size() * len(data) / sum(len(one.data) for one in step.batches)
             if len(data):
@@ -501,16 +505,11 @@ class KVStoreLoop(Plain):
     """Push and pull by hand, as MXNet's loops do; the store's optimizer updates the weights."""
 
     absent = OF_TORCH | {
-        "two on one store",
+        "frozen later",
+        *(f"{name}, step {number}" for name in WRITE_NAMES for number in (1, 5)),
         "unfrozen later",
         "no gradient on all",
         "never a gradient",
-        "load_state_dict, step 1",
-        "load_state_dict, step 5",
-        "p.data.copy_, step 1",
-        "p.data.copy_, step 5",
-        "clamp_, step 1",
-        "clamp_, step 5",
         "clip_grad_norm_",
     }
 
@@ -527,10 +526,10 @@ class KVStoreLoop(Plain):
         arguments = {"learning_rate": self.options.rate, "momentum": MOMENTUM, "wd": DECAY}
         if self.options.clip:
             arguments["clip_global_norm"] = self.options.clip
-        self.kvstore.set_optimizer(("sgd", arguments))
+        self.group = self.kvstore.set_optimizer(("sgd", arguments), keys=self.keys)
 
     def step(self, step: Step) -> None:
-        self.network.zero_grad()
+        self.network.zero_grad(not step.zeroes)
         count = sum(len(one.data) for one in step.batches)
         for data, label in self.own(step.batches):
             (F.mse_loss(self.network(data), label, reduction="sum") / 2 / count).backward()  # type: ignore[no-untyped-call]
@@ -544,17 +543,17 @@ class KVStoreLoop(Plain):
         self.kvstore.pull(self.keys, [one.data for one in self.values])
 
     def decay(self) -> None:
-        self.kvstore.set_learning_rate(self.kvstore.learning_rate / 2)
+        self.kvstore.set_learning_rate(self.group.learning_rate / 2, group=self.group)
 
     def save(self) -> None:
         self.saved = copy.deepcopy(self.network.state_dict())
         self.path = f"{self.place.name}.states"
-        self.kvstore.save_optimizer_states(self.path)
+        self.kvstore.save_optimizer_states(self.path, group=self.group)
         self.kvstore.barrier()
 
     def load(self) -> None:
         self.kvstore.assign(self.keys, [self.saved[key.partition(".")[2]] for key in self.keys])
-        self.kvstore.load_optimizer_states(self.path)
+        self.kvstore.load_optimizer_states(self.path, group=self.group)
         self.kvstore.pull(self.keys, [one.data for one in self.values])
 
     def kept(self) -> int:
@@ -582,7 +581,7 @@ class Balance(Plain):
             for step in steps:
                 for act in step.before:
                     act(self)
-                self.optimizer.zero_grad()
+                self.optimizer.zero_grad(not step.zeroes)
                 for number in range(len(step.batches)):
                     data, label = next(read)
                     self.model.require_backward_grad_sync = number == len(step.batches) - 1
@@ -639,6 +638,21 @@ def writes_data(front: Plain) -> None:
         parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
 
 
+def assigns_data(front: Plain) -> None:
+    """Make all parameters views of one vector."""
+    size = sum(parameter.numel() for parameter in front.network.parameters())
+    nn.utils.vector_to_parameters(torch.linspace(-1, 1, size).double(), front.network.parameters())
+
+
+def swaps(front: Plain) -> None:
+    """Use other weights on one worker, as an evaluation with averaged weights does, and restore these."""
+    if front.place.rank == 0:
+        before = [parameter.data.clone() for parameter in front.network.parameters()]
+        assigns_data(front)
+        for parameter, data in zip(front.network.parameters(), before, strict=True):
+            parameter.data = data
+
+
 def clamps(front: Plain) -> None:
     with torch.no_grad():
         for parameter in front.network.parameters():
@@ -646,7 +660,12 @@ def clamps(front: Plain) -> None:
 
 
 def clips_by_hand(front: Plain) -> None:
-    nn.utils.clip_grad_norm_(front.network.parameters(), 0.05 * front.gradient_scale)
+    for factor in (1 / front.gradient_scale, front.gradient_scale):
+        for parameter in front.network.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        if factor <= 1:
+            nn.utils.clip_grad_norm_(front.network.parameters(), 0.05)
 
 
 def hooks(front: Plain) -> None:
@@ -689,6 +708,7 @@ SITUATIONS: dict[str, Situation] = {
     "first start": Situation(_PLAIN),
     "two on one store": Situation(_PLAIN, (Options(), Options(seed=1, rate=0.02))),
     "frozen": Situation(_PLAIN, (Options(frozen=("branch",)),)),
+    "frozen later": Situation(acting({3: lambda front: front.network.branch.requires_grad_(False)})),
     "unfrozen later": Situation(acting({3: unfreeze}), (Options(frozen=("branch",)),)),
     "added later": Situation(acting({3: lambda front: front.add_group()}), (Options(added=("branch",)),)),
     "no gradient on one": Situation(plain_steps(branch=(True, False))),
@@ -703,13 +723,14 @@ SITUATIONS: dict[str, Situation] = {
         [Step((overflowing(number) if number in (0, 3) else batch(number),)) for number in range(6)],
         (Options(scales=True),),
     ),
+    "gradients set to zero": Situation([Step(one.batches, zeroes=True) for one in _PLAIN]),
     "accumulated": Situation([Step((batch(2 * number), batch(2 * number + 1))) for number in range(4)]),
     "accumulated, no samples in the last": Situation(
         [Step((batch(2 * number, (3, 1)), batch(2 * number + 1, (1, 0)))) for number in range(4)]
     ),
     **{
         f"{name}, step {number}": Situation(acting({number: act, **({5: act} if number == 1 else {})}))
-        for name, act in (("load_state_dict", loads_weights), ("p.data.copy_", writes_data), ("clamp_", clamps))
+        for name, act in zip(WRITE_NAMES, (loads_weights, writes_data, assigns_data, clamps, swaps), strict=True)
         for number in (1, 5)
     },
     "clip_grad_norm_": Situation(acting(dict.fromkeys(range(6), clips_by_hand), between=True)),

@@ -24,7 +24,7 @@ REFUSED = [
     (SEVERAL, TORCHS, "unfrozen later", "requires_grad=True, but had False .*; make a new DistributedOptimizer"),
     (SEVERAL, TORCHS, "added later", r"add_param_group\(\) came after .*; add all groups to the torch optimizer"),
     (ALL, "balance", "unfrozen later", "different gradients of branch.weight, .*; after unfreezing .* close"),
-    (ALL, "(Trainer|Module)((?!, weights).)*|gluon", "two on one store", TAKEN),
+    (ALL, "Module((?!, weights).)*", "two on one store", TAKEN),
     (ALONE, "(Trainer|Module), weights", "two on one store", TAKEN),
     (SEVERAL, "DistributedOptimizer(, optimizer)?", "two on one store", TAKEN),
     (SEVERAL, "Trainer.backward", "skipped by all", r"backward\(\) came twice, .*; expected step\(\) after each"),
