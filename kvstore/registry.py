@@ -6,6 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
+from gangline.collectives import environments
+from gangline.collectives.environments.variables import check_variables
 from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.default_store import default_store
 from gangline.kvstore.interface import KVStore
@@ -87,6 +89,8 @@ def create(name: str = "local", **options: Any) -> KVStore:
     if place is None:
         known = sorted(["auto", *_BUILT_IN, *_registered])
         raise ValueError(f"there is no store named {name!r};{did_you_mean(name, known)} expected one of {known}")
+    if name in IN_PROCESS and environments.find() is None:  # in a job rank 0 warns
+        check_variables()
     module, _, class_name = place.partition(":")
     store: KVStore = getattr(import_module(f"gangline.kvstore.{module}"), class_name)(name, **options)
     return store

@@ -20,7 +20,7 @@ from gangline.collectives.errors import StallError
 from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
 from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.transports import unix_sockets
-from gangline.collectives.transports.addresses import is_loopback, local_address, required_key
+from gangline.collectives.transports.addresses import is_loopback, local_address, meeting_address, required_key
 from gangline.collectives.transports.base import BootstrapAllGather
 
 _log = logging.getLogger("gangline")
@@ -58,7 +58,8 @@ class Rendezvous:
             ValueError: if a value is missing, out of range or not a number.
             StallError: if rank 0 does not open the store in time.
         """
-        self.rank, self.size, self.host, self.port = find_rank_info(rank, size, address, environment)
+        self.rank, self.size, host, self.port = find_rank_info(rank, size, address, environment)
+        self.host = meeting_address(host)
         self._timeout = time_limit(timeout)
         self._job_id = environment.get("GANGLINE_JOB_ID", "")
         self._where = f"{self.host}:{self.port}" + (f" as job {self._job_id}" if self._job_id else "")

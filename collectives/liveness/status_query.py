@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -133,7 +134,7 @@ def _ask(socket_name: str, seconds: float) -> ProcessStatus | None:
             job = job_name(found.environ(), found.ppid())
     except (psutil.Error, OSError):
         return None
-    answer: dict[str, Any] = {"job": job}
+    answer: dict[str, Any] = {"job": job, "host": os.uname().nodename}
     answers = False
     if letter not in "Tt":
         with suppress(OSError, ValueError):

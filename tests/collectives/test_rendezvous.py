@@ -27,8 +27,9 @@ from gangline.collectives.communicator import open_communicator
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.torch_backend import GanglineProcessGroup
 from gangline.collectives.transports import unix_sockets
+from gangline.kvstore.parameter_server.environment import from_environment
 from tests.collectives.processes import Bare, Processes, Rank, bare_ranks, join_group, outcomes_of, results_of
-from tests.hosts import Hosts, enter, obstacle
+from tests.hosts import Hosts, bind_mount, enter, obstacle
 from tests.programs import run
 
 pytestmark = pytest.mark.timeout(90)
@@ -332,6 +333,70 @@ def _sum_through_file(rank: Rank, path: str, namespaces: list[str], is_custom: b
 def test_hosts_that_share_a_file_or_a_store_of_the_user_reach_each_other(is_custom: bool, tmp_path: Path) -> None:
     with Hosts(2) as hosts, Processes(_sum_through_file, 2, f"{tmp_path}/store", hosts.names, is_custom) as ranks:
         assert ranks.all_heard() == [["tcp", [2.0, 2.0]]] * 2
+
+
+INTERFACES = {
+    "a name that rank 0 resolves to loopback": ("127.0.1.1", {}),
+    "the wrong default route": ("127.0.1.1", {"GANGLINE_INTERFACE": "eth0", "DMLC_INTERFACE": "lo"}),
+    "MXNet's variable": ("127.0.1.1", {"DMLC_INTERFACE": "10.0.0.0/8"}),
+    "a file": ("", {"GANGLINE_INTERFACE": "eth0"}),
+}
+
+
+def _meet(rank: Rank, folder: str, namespaces: list[str], kind: str, chosen: dict[str, str]) -> None:
+    """Meet by each door at a name that this host's own file of hosts resolves."""
+    enter(namespaces[rank.rank])
+    bind_mount(Path(f"{folder}/hosts{rank.rank}"), Path("/etc/hosts"))
+    os.environ |= {"GANGLINE_INSECURE": "1", "RANK": str(rank.rank), "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
+    os.environ |= {"MASTER_PORT": "29513", "DMLC_PS_ROOT_URI": "node0", "DMLC_PS_ROOT_PORT": "9091", **chosen}
+    os.environ |= {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
+    if kind == "a file":
+        join_group(rank, f"{folder}/store", seconds=20)
+    else:
+        assert torch_backend.__all__  # it registers the backend
+        dist.init_process_group("gangline", timeout=timedelta(seconds=20))
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    os.environ["MASTER_PORT"] = "29514"
+    with connect(timeout=20) as comm:
+        comm.all_reduce(total)
+    job = from_environment()
+    rank.tell([total.tolist(), job.host, job.interface])
+    rank.hear()
+
+
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+@pytest.mark.parametrize("kind", INTERFACES)
+def test_hosts_offer_no_address_that_others_cannot_reach(kind: str, tmp_path: Path) -> None:
+    own, chosen = INTERFACES[kind]
+    with Hosts(2) as hosts:
+        for number, address in enumerate((own or hosts.addresses[0], hosts.addresses[0])):
+            (tmp_path / f"hosts{number}").write_text(f"127.0.0.1 localhost\n{address} node0\n")
+            if chosen:  # an interface with the route to addresses outside that leads nowhere
+                hosts.run(number, ["ip", "link", "add", "dead0", "up", "type", "veth", "peer", "name", "dead1"])
+                hosts.run(number, ["ip", "address", "add", f"192.0.2.{9 + number}/24", "dev", "dead0"])
+        with Processes(_meet, 2, str(tmp_path), hosts.names, kind, chosen) as ranks:
+            assert ranks.all_heard() == [
+                [[4.0, 4.0], *place]
+                for place in zip(["node0" if not own else hosts.addresses[0], "node0"], hosts.addresses, strict=True)
+            ]
+
+
+def _with_wrong_interface(rank: Rank, port: int) -> None:
+    if rank.rank == 1:
+        os.environ["GANGLINE_INTERFACE"] = "eth99"
+    with pytest.raises(
+        ValueError, match=r"GANGLINE_INTERFACE eth99 is not on this host; there are lo \(127.0.0.1\)"
+    ) as caught:
+        connect(rank.rank, 2, f"127.0.0.1:{port}", timeout=60)
+    rank.tell(str(caught.value))
+    rank.hear()
+
+
+def test_a_wrong_interface_is_an_error_of_all_ranks() -> None:
+    with Processes(_with_wrong_interface, 2, unix_sockets.free_port("store")) as ranks:
+        first, second = ranks.all_heard()
+    assert first == f"rank 1: ValueError: {second}"
 
 
 def _groups_of_some(rank: Rank, path: str) -> None:

@@ -45,6 +45,7 @@ from gangline.kvstore.parameter_server.server import optimizer_shards, sessions
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT
 from tests.kvstore.parameter_server.in_process import Job, RawClient, RawWorkers, definition
+from tests.programs import ROOT, product_files
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -175,6 +176,28 @@ def test_no_code_is_looked_up_by_a_received_name() -> None:
         for file in (root / folder).rglob("*.py"):
             if file.name != "kept_state.py":  # its memory is the launcher's: nothing in it is received
                 assert not lookup.search(file.read_text()), file
+
+
+def test_only_own_children_and_memory_are_unpickled() -> None:
+    """SECURITY.md says so: pipes to own ranks, trials and probes, memory of `launch`, and objects with the switch."""
+    unpickles = re.compile(
+        r"[Pp]ickl\w*\.loads?\(|torch\.load\((?!.*weights_only=True)|\w\.recv\(\)|dist\.\w+_object|allow_pickle="
+    )
+    found = {
+        str(file.relative_to(ROOT))
+        for file in product_files("collectives", "kvstore", "models", "gangline")
+        if unpickles.search(file.read_text())
+    }
+    assert found == {
+        "collectives/processes/fork_server.py",
+        "collectives/processes/rank_main.py",
+        "collectives/processes/spawning.py",
+        "gangline/doctor/host.py",
+        "gangline/launcher/function_process.py",
+        "gangline/trials.py",
+        "kvstore/group/objects.py",
+        "kvstore/parameter_server/kept_state.py",
+    }
 
 
 def test_refused_messages_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -207,6 +207,25 @@ def test_killed_servers_change_no_bit(tmp_path: Path, spec: Any, kills: list[str
     check_equal(tmp_path, kills, train, spec, steps, GANGLINE_TRANSPORT=transport)
 
 
+def groups(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train groups of keys with an optimizer each; return weights and state."""
+    with kvstore.create("dist_sync") as kv:
+        outs = sync_with(kv)
+        both = kv.set_optimizer(ADAM, keys=["small", "vector"]), kv.set_optimizer(SGD, keys=["large"])
+        for step in range(steps):
+            own = gradients(kv.rank, step)
+            for group in both:
+                keys = sorted(group.keys or ())
+                kv.pushpull(keys, [own[key] for key in keys], [outs[key] for key in keys])
+            both[step % 2].set_learning_rate(0.05 / (1 + step))
+        return outs, {**kv.optimizer_state(group=both[0]).tensors, **kv.optimizer_state(group=both[1]).tensors}
+
+
+@pytest.mark.slow
+def test_killed_servers_change_no_bit_of_groups_with_an_optimizer_each(tmp_path: Path) -> None:
+    check_equal(tmp_path, INSIDE_AN_UPDATE, groups, 8)
+
+
 def commands(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Call everything that servers must remember, between pushes; return weights and state."""
     with kvstore.create("dist_sync") as kv:
