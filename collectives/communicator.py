@@ -124,9 +124,9 @@ class Communicator:
 
     Tensors may be non-contiguous or empty. A tensor that is written must not be expanded or overlap itself; a result
     may overlap an input. Supported dtypes are float32, float64, float16, bfloat16, int8 to int64, uint8, bool,
-    complex64 and complex128. ``op`` is "sum", "mean", "product", "min" or "max". All ranks get the same bits. float16
-    and bfloat16 are added in float32, and partial sums are rounded when they are sent on; a mean of float16 is rounded
-    once. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
+    complex64 and complex128. ``op`` is "sum", "mean", "product", "min" or "max". All ranks get the same bits. For
+    float16 and bfloat16 each hop adds in float32 and rounds its partial sum to the tensor's dtype; a mean of float16
+    stays float32 until the end. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
 
     GPU tensors are read and written in the order of the current streams: a call may return before its result is
     computed. All tensors that a rank passes to one call must be on one device. The first call in which a rank passes a

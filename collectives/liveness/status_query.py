@@ -136,7 +136,7 @@ def _ask(socket_name: str, inode: int, seconds: float) -> ProcessStatus | None:
             job = job_name(found.environ(), found.ppid())
     except (psutil.Error, OSError):
         return None
-    answer: dict[str, Any] = {"job": job}
+    answer: dict[str, Any] = {"job": job, "host": os.uname().nodename}
     answers = False
     if letter not in "Tt":
         with suppress(OSError, ValueError):

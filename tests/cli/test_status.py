@@ -108,6 +108,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert (found["name"], found["waiting"]) == ("rank 1", ["rank 0"])
     assert found["what"] == "all_reduce(1000 x float32, sum)"
     assert not processes["rank 1"]["answers"]
+    assert processes["rank 1"]["host"] == processes["rank 0"]["host"] != ""
     (communicator,) = processes["rank 0"]["parts"]
     assert communicator["counters"]["bytes"] >= 6 * 4000
     assert f"is stopped: kill -CONT {stopped}" in table
