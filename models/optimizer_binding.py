@@ -358,6 +358,7 @@ def bind_optimizer(
         else Workers(store, options.num_contexts, measures_loads=options.measures_loads)
     )
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
+        store.attach("Module", (), None)
         store.close()
         return OptimizerBinding(replicas, optimizer)
     if options.shard == "weights" and store.num_workers > 1:

@@ -52,7 +52,8 @@ def test_a_store_of_one_process_in_a_job_of_several_is_a_warning(
     def fronts() -> None:
         Trainer(nn.Linear(1, 1), "sgd", kvstore="local")
         DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), "local")
-        Module(nn.Linear(1, 1), nn.MSELoss(), context=[cpu(0), cpu(1)]).init_optimizer("local")
+        for contexts in ([cpu(0), cpu(1)], [cpu(0)]):
+            Module(nn.Linear(1, 1), nn.MSELoss(), context=contexts).init_optimizer()
 
     fronts()
     assert not caplog.messages
@@ -60,8 +61,8 @@ def test_a_store_of_one_process_in_a_job_of_several_is_a_warning(
         monkeypatch.setenv(name, value)
     fronts()
     words = "uses a 'local' store, which serves this process alone, in a job of 3 workers"
-    assert [words in text for text in caplog.messages] == [True] * 3
-    assert [text.split()[1] for text in caplog.messages] == ["Trainer", "DistributedOptimizer", "Module"]
+    assert [words in text for text in caplog.messages] == [True] * 4
+    assert [text.split()[1] for text in caplog.messages] == ["Trainer", "DistributedOptimizer", "Module", "Module"]
 
 
 # Restarts

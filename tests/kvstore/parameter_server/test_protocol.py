@@ -17,6 +17,7 @@ import torch
 
 import gangline
 from gangline.collectives.errors import ProtocolError
+from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Offer
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server import protocol
@@ -40,7 +41,6 @@ from gangline.kvstore.parameter_server.protocol import (
     ValuesRead,
     Welcome,
 )
-from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards, sessions
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT
@@ -194,7 +194,7 @@ def test_refused_messages_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) 
     log._allowed = 1.0  # as after a second
     log.warn("refused again")
     assert caplog.messages[-1] == "refused again"
-    assert re.fullmatch(r"\d+ more messages were refused", caplog.messages[-2])
+    assert re.fullmatch(r"\d+ more were refused", caplog.messages[-2])
 
 
 def test_the_description_names_every_message_and_field() -> None:
