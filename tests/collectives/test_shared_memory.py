@@ -38,20 +38,16 @@ from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableKey
 from gangline.collectives.work import Work
+from tests.collectives.grid import Cell, check, combined, values
 from tests.collectives.processes import Rank, in_processes
 from tests.collectives.ranks import (
     LARGE,
     PATIENT,
     SLOT_BYTES,
-    cases,
-    check,
-    combined,
     exchange_over,
-    expected,
     open_again,
     open_files,
     same,
-    values,
     with_exchange,
 )
 
@@ -117,7 +113,7 @@ def _reduced(comm: Communicator, tensor: Tensor, counts: Counts) -> tuple[int, i
     counts.take()
     comm.all_reduce(tensor)
     taken = counts.take()
-    same(tensor, expected("all_reduce", tensor.numel(), comm.rank, comm.size, tensor.dtype, "sum", 0), "all_reduce")
+    same(tensor, combined([_filled(tensor.clone(), rank) for rank in range(comm.size)], "sum"), "all_reduce")
     return taken
 
 
@@ -224,22 +220,6 @@ def test_messages_wait_for_space_and_none_is_lost(size: int) -> None:
     assert spawn(_more_than_fits, size, transport="shared_memory", timeout=60) == [pieces_of_one * (size - 1)] * size
 
 
-def _collectives_staged(comm: Communicator) -> None:
-    count = 5 * PIECE // 4 + 7  # of float32: more pieces per message than there are buffers
-    with unreadable(comm) as other:
-        for collective in ("all_to_all", "all_gather", "reduce_scatter", "broadcast", "gather"):
-            check(other, collective, count, torch.float32, "sum", comm.size - 1)
-        check(other, "all_reduce", count * comm.size, torch.float32, "sum", 0)
-        for number, (collective, dtype, op) in enumerate(cases()):
-            if number % 29 == 0:
-                check(other, collective, LARGE, dtype, op, number % comm.size)
-
-
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_collectives_work_with_every_byte_staged(size: int) -> None:
-    spawn(_collectives_staged, size, transport="shared_memory", timeout=60)
-
-
 def _open_elsewhere(rank: int, size: int, exchange: BootstrapAllGather, **options: Any) -> Communicator:
     """Open a communicator as if odd ranks were on another host and no rank could read another's memory."""
     rendezvous.host_identity = lambda: f"host {rank % 2}"
@@ -248,12 +228,6 @@ def _open_elsewhere(rank: int, size: int, exchange: BootstrapAllGather, **option
 
 
 def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
-    count = 5 * PIECE // 4 + 7
-    for collective in ("all_to_all", "broadcast"):
-        check(comm, collective, count, torch.float32, "sum", comm.size - 1)
-    for number, (collective, dtype, op) in enumerate(cases()):
-        if number % 13 == 0:
-            check(comm, collective, (3, LARGE)[number % 2], dtype, op, number % comm.size)
     registered = comm.empty(COUNT, torch.int32)
     registered.copy_(values(COUNT, comm.rank, torch.int32))
     comm.all_reduce(registered)
@@ -271,7 +245,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
             work.wait()
     group = comm.split(comm.rank % 2)
     assert group.transport == "shared_memory"
-    check(group, "all_gather", LARGE, torch.float32, "sum", 0)
+    check(group, Cell("all_gather", LARGE))
     group.close()
     return comm.hosts
 
@@ -456,7 +430,7 @@ def _register_at_each_step(comm: Communicator) -> None:
     assert len(open_files()) <= before
     many[150].copy_(values(100, comm.rank, torch.int16))
     comm.all_reduce(many[150])
-    same(many[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
+    same(many[150], combined([values(100, rank, torch.int16) for rank in range(comm.size)], "sum"), "the 150th")
     first = comm.empty(COUNT)
     kept = first.fill_(7 + comm.rank).view(-1)[-3:]
     del first
