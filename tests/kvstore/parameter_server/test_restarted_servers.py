@@ -84,6 +84,7 @@ def run(
     *arguments: Any,
     victim: str = "server 0",
     servers: int = 1,
+    keeps: bool = False,
     **more: str,
 ) -> list[Any]:
     """Run a job in which a process is killed at these points, one after the other; return the results of the workers.
@@ -95,6 +96,7 @@ def run(
         arguments: of the body.
         victim: process that is killed.
         servers: number of servers.
+        keeps: whether a worker that is killed has memory in which it keeps its state.
         more: environment variables.
     """
     starts = len(kills) + 1
@@ -102,7 +104,7 @@ def run(
     environment = {**LIMITS, "GANGLINE_FAULT": script, "GANGLINE_RESTART_PROCESSES": str(len(kills)), **more}
     names = [f"server {rank}" for rank in range(servers)] + [f"worker {rank}" for rank in range(WORKERS)]
     roles = [victim, *(name for name in names if name != victim)]
-    is_kept = bool(kills) and "server" in victim
+    is_kept = bool(kills) and ("server" in victim or keeps)
     memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_kept else None
     path = "" if memory is None else f"/proc/{os.getpid()}/fd/{memory}"
     over = str(tmp_path / f"over-{time.monotonic_ns()}")
