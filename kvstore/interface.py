@@ -721,8 +721,8 @@ class KVStore(abc.ABC):
         if self._serves_one_process and (workers := num_workers()) > 1:
             _log.warning(
                 "a %s uses a %r store, which serves this process alone, in a job of %d workers: each trains its own "
-                "weights; %s, or name 'allreduce' or a dist_* store",
-                *(owner, self.type, workers, "use context='parallel'" if owner == "Module" else "leave kvstore out"),
+                "weights; leave kvstore out, or name 'allreduce' or a dist_* store",
+                *(owner, self.type, workers),
             )
         known = (replaces.keys if replaces is not None else None) or frozenset()
         held = [key for key in keys if key in self and key not in known]

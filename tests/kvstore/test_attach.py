@@ -53,7 +53,7 @@ def test_a_store_of_one_process_in_a_job_of_several_is_a_warning(
         Trainer(nn.Linear(1, 1), "sgd", kvstore="local")
         DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), "local")
         for contexts in ([cpu(0), cpu(1)], [cpu(0)]):
-            Module(nn.Linear(1, 1), nn.MSELoss(), context=contexts).init_optimizer()
+            Module(nn.Linear(1, 1), nn.MSELoss(), context=contexts).init_optimizer("local")
 
     fronts()
     assert not caplog.messages
