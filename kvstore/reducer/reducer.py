@@ -465,7 +465,7 @@ class Reducer:
             if self._in_step:
                 numbers = _numbers_of(gradients if self._weight != 0 else [])
                 rows[key] = _distinct(self._gather_rows(numbers))  # rows that any worker pushes
-                self.before_rows(key, rows[key])
+                self._check_rows(key, rows[key])
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
@@ -473,9 +473,17 @@ class Reducer:
             elif gradients:
                 is_alone = self._store.num_workers == 1  # else other workers push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
-                self.before_rows(key, rows[key])
+                self._check_rows(key, rows[key])
                 self._store.push(key, gradients)
         return rows
+
+    def _check_rows(self, key: Key, numbers: torch.Tensor | None) -> None:
+        try:
+            self.before_rows(key, numbers)
+        except RuntimeError as error:
+            if self._in_step:
+                self._store.refuse("push_weighted", error, key)
+            raise
 
     def _gather_rows(self, own: Any) -> list[Any]:
         """All-gather an object about the rows, without workers inside `join`. Collective."""

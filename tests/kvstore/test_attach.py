@@ -216,7 +216,8 @@ def gan(store: str | KVStore, shard: str | None = None, folder: str = "") -> lis
         nets = [nn.Linear(1, 3, bias=False) for _ in range(2)]
         for net in nets:
             nn.init.ones_(net.weight)
-        own = {"learning_rate": 0.5, "momentum": 0.5}, {"learning_rate": 0.01, "clip_global_norm": 1.0}
+        clips = "clip_norm" if kv.is_async else "clip_global_norm"
+        own = {"learning_rate": 0.5, "momentum": 0.5}, {"learning_rate": 0.01, clips: 1.0}
         two = [
             Trainer({name: net.weight}, optimizer, arguments, kv, shard=shard)
             for name, net, optimizer, arguments in zip("GD", nets, ("sgd", "adam"), own, strict=True)
@@ -278,6 +279,7 @@ def test_two_trainers_of_several_workers_have_an_optimizer_each(shard: str | Non
 def test_two_trainers_on_servers_have_an_optimizer_each(tmp_path: Path) -> None:
     first, second = run_job(gan, 2, 2, "dist_sync", None, str(tmp_path))
     assert first == second == pytest.approx(alone(1.5))
+    assert run_job(gan, 1, 2, "dist_async", None, str(tmp_path)) == [pytest.approx(alone(1.0))]
 
 
 def _trainer_beside_an_optimizer(comm: Communicator) -> list[float]:
