@@ -515,6 +515,8 @@ class Communicator:
 
     def dead_ranks(self) -> list[int]:
         """Return the ranks that are known to be dead, without those that have closed the communicator."""
+        if self._engine.is_inherited and self._engine.error is not None:
+            raise self._engine.error
         membership = self._resources.membership
         membership.poll(0, 0)
         return sorted(rank for rank, why in membership.gone.items() if why != CLOSED)

@@ -1,4 +1,4 @@
-"""Objects between processes: read without running code, unless the user allows pickle."""
+"""Objects between processes: read without running code, unless the user sets GANGLINE_ALLOW_PICKLE=1."""
 
 from __future__ import annotations
 
