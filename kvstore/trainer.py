@@ -396,7 +396,9 @@ class Trainer(NetworkState):
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
-                parameter.grad.detach_().zero_()
+                if parameter.grad.grad_fn is not None:
+                    parameter.grad.detach_()
+                parameter.grad.requires_grad_(False).zero_()
 
     def allreduce_grads(self) -> None:
         """Do nothing; for MXNet's loops, which call it before `update`. Single worker only.

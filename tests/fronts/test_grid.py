@@ -73,11 +73,15 @@ def fault(store: str, cell: Cell, outcome: Outcome) -> str:
 
 def fast(store: str, front: str, situation: str) -> bool:
     """Return whether a cell is in the fast suite."""
-    if store in ("allreduce", "local", "gloo"):
-        return True
+    if store == "local":
+        return front in ("Trainer", "Module", "Module, 2 contexts", "KVStore")
     if store == "dist_sync":
-        return front in ("Trainer", "DistributedOptimizer", "Module, 2 contexts", "KVStore")
-    return store == "the default" and (front == "horovod" or situation == "first start")
+        return front in ("Trainer", "DistributedOptimizer", "KVStore")
+    if store == "the default":
+        return front == "horovod" or situation == "first start"
+    if store == "allreduce":
+        return front not in ("Trainer, optimizer", "DistributedOptimizer, optimizer", "Module, weights", "gluon")
+    return store == "gloo"
 
 
 def cells(store: str, is_fast: bool) -> list[Cell]:
