@@ -152,6 +152,13 @@ class Reducer:
             for key, parameter in of_replica.items()
         ]
 
+    def move_hooks_last(self) -> None:
+        """Let hooks that the user has registered since run before this reducer's, which push the gradients."""
+        for hook in self._hooks:
+            hooks = hook.hooks_dict_ref()
+            if hooks and next(reversed(hooks)) != hook.id:
+                hooks[hook.id] = hooks.pop(hook.id)  # autograd does not follow OrderedDict.move_to_end
+
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -178,6 +185,8 @@ class Reducer:
             self._arrivals.clear()
         elif push_early and not self._hooks:
             self._add_hooks()
+        elif push_early:
+            self.move_hooks_last()
         elif not (push_early or self._is_early or self._keeps_hooks):  # in a plain loop no bucket is pushed early
             self._remove_hooks()
         self._is_early = push_early

@@ -66,26 +66,6 @@ def test_a_store_of_one_process_in_a_job_of_several_is_a_warning(
 
 # Restarts
 
-TRAIN = """\
-net = torch.nn.Linear(1, 1, bias=False); torch.nn.init.zeros_(net.weight)
-tr = gangline.Trainer(net, "sgd", {"learning_rate": 1.0}, kvstore="dist_sync")
-for step in range(BEGIN, 6):
-    tr.zero_grad(); net(torch.full((1, 1), 10.0 ** step)).sum().backward()
-    if rank and step == 3 and "GANGLINE_INCARNATION" not in os.environ: os.kill(os.getpid(), signal.SIGKILL)
-    tr.step(1)
-print(net.weight.item(), flush=True)
-tr.kvstore.close()
-"""
-REDUCE = """\
-net = torch.nn.Linear(2, 1, bias=False); torch.nn.init.constant_(net.weight, 5.0)
-opt = gangline.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), "dist_sync")
-for step in range(opt.kvstore.first_step, 6):
-    opt.zero_grad(); net(torch.ones(1, 2)).sum().backward()
-    if rank and step == 3 and "GANGLINE_INCARNATION" not in os.environ: os.kill(os.getpid(), signal.SIGKILL)
-    opt.step()
-print("ended", flush=True)
-"""
-
 TWO = """\
 net = torch.nn.Linear(1, 1, bias=False); kv = gangline.create("dist_sync")
 two = [gangline.Trainer({name: net.weight}, "sgd", {"learning_rate": 1.0}, kvstore=kv) for name in "GD"]
@@ -114,9 +94,6 @@ LATE_KEYS = "a loop that initialises keys after its first push ('late')"
 @pytest.mark.parametrize(
     ("code", "what"),
     [
-        (TRAIN.replace("BEGIN", "0"), "training by a Trainer whose loop does not call kept()"),
-        (TRAIN.replace("BEGIN", "tr.kept() or 0"), "training of which nothing was kept"),
-        (REDUCE, "a DistributedOptimizer"),
         (TWO, "training by a Trainer and a Trainer on one store"),
         (LATE.replace("BEGIN", "kv.first_step").replace("KEEP", ""), LATE_KEYS),
         (LATE.replace("BEGIN", "kv.kept() or 0").replace("KEEP", "kv.keep(step)"), LATE_KEYS),
