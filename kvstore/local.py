@@ -167,7 +167,8 @@ class LocalStore(KVStore):
 
         def load() -> None:
             for key, entry in self._entries.items():
-                optimizer.add(key, entry.stored)
+                if optimizer.spec.misfit(entry.stored.dtype) is None:  # others have no state
+                    optimizer.add(key, entry.stored)
             optimizer.load_state(state)
 
         self._run_exclusive(load)
