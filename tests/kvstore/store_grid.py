@@ -322,6 +322,8 @@ class Reference:
     rate: float = 0.0
     factors: dict[Any, tuple[float, float]] = field(default_factory=dict)
     """lr_mult and wd_mult."""
+    halved: set[Any] = field(default_factory=set)
+    """Keys of an optimizer with half the learning rate."""
 
     def push(
         self,
@@ -435,7 +437,7 @@ class Reference:
             nn.utils.clip_grad_norm_(weights, arguments["clip_global_norm"])
         for key, weight, named in zip(keys, weights, rows, strict=True):
             optimizer = self.optimizers.get(key) or self._optimizer(key)
-            optimizer.param_groups[0]["lr"] = self.rate * self.factors[key][0]
+            optimizer.param_groups[0]["lr"] = self.rate * self.factors[key][0] / (1 + (key in self.halved))
             before = {state: one.clone() for state, one in self._by_row(optimizer, weight)} if named is not None else {}
             optimizer.step()
             for state, one in self._by_row(optimizer, weight) if named is not None else ():

@@ -16,6 +16,7 @@ from torch import Tensor
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.buckets import Bucket, plan
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from tests.kvstore.keyed import LIMIT
 from tests.kvstore.store_grid import (
     COMPRESSIONS,
@@ -56,6 +57,7 @@ class Walk:
         self.kv, self.job, self.folder = kv, job, folder
         self.reference = Reference(job, "none", "none")
         self.last = job.workers - 1
+        self.groups: list[OptimizerGroup] = []
         self.bucket: Bucket | None = None
         self.flats: list[Tensor] = []
         """A bucket that was pulled, by device."""
@@ -77,10 +79,15 @@ class Walk:
             self.refused(lambda: kv.set_gradient_compression(params), refusal)
             compression, params = "fp16", COMPRESSIONS["fp16"]
         self.reference = reference = Reference(self.job, update, compression)
+        # with two optimizers a rate that no step has used forbids join()
+        refuses_join = self.job.store == "allreduce" and any(cell["between"] == "join" for cell in group)
         for cell in group:
             first, second, *others = (*self.keys(cell), None, None)
             others = [*others, *self.other_keys(cell)]
             reference.factors |= dict.fromkeys(others, (1.0, 1.0)) | {first: (2.0, 1.0), second: (1.0, 0.0)}
+            if has_own_group(cell) and not refuses_join:
+                reference.halved |= {key for key in (first, second, *others) if key is not None}
+        self.groups = []
         kv.set_gradient_compression(params)
         if update == "updater":
             kv.set_updater(updater)
@@ -88,14 +95,30 @@ class Walk:
             self.set_optimizer()
 
     def set_optimizer(self) -> None:
+        """Set an optimizer for all keys, and once another one of half the learning rate for a group of them."""
         name, arguments = OPTIMIZERS[self.reference.update]
         factors = {key: both for key, both in self.reference.factors.items() if key is not None}
-        spec = arguments | {"lr_mult": {key: both[0] for key, both in factors.items() if both[0] != 1}}
+        spec = arguments | {"lr_mult": {key: lr for key, (lr, _) in factors.items() if lr != 1}}
         if "weight_decay" in arguments:
-            spec["wd_mult"] = {key: both[1] for key, both in factors.items() if both[1] != 1}
-        self.kv.set_optimizer((name, spec))
-        self.reference.optimizers.clear()
+            spec["wd_mult"] = {key: wd for key, (_, wd) in factors.items() if wd != 1}
+        is_new = not self.groups
+        self.groups = [self.kv.set_optimizer((name, spec)), *self.groups[1:]]
+        if is_new and self.reference.halved:
+            half = spec | {"lr": spec["lr"] / 2}
+            self.groups.append(self.kv.set_optimizer((name, half), keys=self.reference.halved))
+        self.reference.optimizers = {
+            key: one for key, one in self.reference.optimizers.items() if key in self.reference.halved
+        }
         self.reference.rate = arguments["lr"]
+        if not is_new:
+            self.set_rate(arguments["lr"])
+
+    def set_rate(self, rate: float) -> None:
+        self.reference.rate = rate
+        for group, of_group in zip(self.groups, (rate, rate / 2), strict=False):
+            if not self.kv.rank:
+                group.set_learning_rate(of_group)
+        self.meet()
 
     def refused(self, call: Callable[[], Any], refusal: Refusal) -> None:
         """Make a call that all workers must refuse."""
@@ -492,10 +515,7 @@ class Walk:
                 reference.history[key] = []
         elif what == "learning rate" and update in OPTIMIZERS:
             self.meet()
-            reference.rate /= 2
-            if not rank:
-                kv.set_learning_rate(reference.rate)
-            self.meet()
+            self.set_rate(reference.rate / 2)
         elif what == "learning rate":
             self.refused_here(lambda: kv.set_learning_rate(0.5), Refusal(RuntimeError, "set_optimizer"))
         elif what == "save and load" and update not in OPTIMIZERS:
@@ -579,17 +599,18 @@ class Walk:
 
     def save_and_load(self, cell: Cell, keys: Sequence[Any], round_: int) -> None:
         """Save weights, residuals and the optimizer's state, push, and load them."""
+        group = self.groups[keys[0] in self.reference.halved]
         kv, path = self.kv, Path(self.folder, f"states of {'all' if self.job.is_alone else self.job}")
         values = [value.clone() for value in (self.reference.values[key] for key in keys)]
         residuals = kv.compression_residuals()
         if not kv.rank:
-            kv.save_optimizer_states(path)
+            group.save_optimizer_states(path)
         kv.barrier()
         kv.push([*keys], [torch.ones_like(value) for value in values])
         if kv.updates_wait:
             kv.update()
         kv.assign([*keys], values)
-        kv.load_optimizer_states(path)
+        group.load_optimizer_states(path)
         if kv.compresses:
             kv.load_compression_residuals(residuals)
         self.meet()
@@ -603,6 +624,11 @@ def _finished(work: Any) -> BaseException | None:
     with suppress(Exception):
         work.wait(LIMIT)
     return cast("BaseException | None", work.exception())
+
+
+def has_own_group(cell: Cell) -> bool:
+    """Return whether the cell's keys are in the group with the other optimizer."""
+    return bool(cell["number"] % 3 == 1 and cell["between"] != "optimizer again")
 
 
 def _shown(value: Tensor) -> str:
