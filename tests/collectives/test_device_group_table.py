@@ -128,10 +128,11 @@ def test_operations_that_a_dtype_lacks_are_refused(make: Callable[[int], DeviceG
 
 def test_many_transfers_in_one_call(make: Callable[[int], DeviceGroup]) -> None:
     group, count = make(3), 3
-    values = [[given(position, size) for position in range(count)] for size in SIZES]
+    values = [[given(position, size) for position in range(count)] for size in SIZES * 4]
     summed = [on(group, of_key) for of_key in values]
     outs = [[torch.zeros_like(value) for value in of_key] for of_key in summed]
-    totals = [torch.zeros_like(of_key[number % count]) for number, of_key in enumerate(summed)]
+    own = [of_key[number % count] for number, of_key in enumerate(summed)]
+    totals = [one if number % 2 else torch.zeros_like(one) for number, one in enumerate(own)]  # some are values
     group.move([(of_key, total, out) for of_key, total, out in zip(summed, totals, outs, strict=True)])
     for of_key, total, out in zip(values, totals, outs, strict=True):
         assert agree([total, *out], combined(of_key, "sum"))

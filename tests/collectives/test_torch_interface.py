@@ -126,19 +126,6 @@ def collectives_in_compiled_functions(group: Any, rank: int, _: int) -> Any:
     ]
 
 
-@probe
-def events_of_the_profiler(group: Any, rank: int, _: int) -> Any:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        all_reduced(given(rank), group)
-        dist.all_reduce(given(rank, 3), group=group, async_op=True).wait()
-        dist.barrier(group)
-    backend = dist.get_backend(group)
-    events = [event for event in profiled.events() if event.name.startswith(f"{backend}:")]
-    return sorted((event.name.replace("::", ":").partition(":")[2], str(event.input_shapes)) for event in events)
-
-
 # Training
 
 
