@@ -92,43 +92,51 @@ class PushEncoder:
             weight: see docs/protocol.md, Push.
         """
         requests: list[Request] = []
-        for server, group in grouped_by_server(
-            [(one, one.shard, one.values[0].nbytes) for one in values], _MESSAGE_BYTES
-        ):
-            entries: list[list[int]] = []
-            nbytes = 0
-            for one in group:
-                shard, size = one.shard, one.values[0].nbytes
-                entries += ([shard.number, rounds[shard.layout.key], one.kind, size],)
-                nbytes += aligned(size)
-            region: list[int] | None = None
-            frames: list[bytes | memoryview] = []
-            owns_data = True
-            is_held = self._allows_restarts and targets is None
-            if self._pool is not None and self._shares_memory[server] and nbytes > INLINE:
-                offset = self._pool.allocate(nbytes)
-                region = [offset, nbytes]
+        allocated: list[int] = []
+        try:
+            for server, group in grouped_by_server(
+                [(one, one.shard, one.values[0].nbytes) for one in values], _MESSAGE_BYTES
+            ):
+                entries: list[list[int]] = []
+                nbytes = 0
                 for one in group:
-                    size = one.values[0].nbytes
-                    one.write(self._pool.tensor_at(offset, size))
-                    offset += aligned(size)
-                is_held = True
-            else:
-                for one in group:
-                    total = one.values[0] if len(one.values) == 1 else _reduced(one.values)
-                    is_small = total.nbytes <= INLINE  # then its frame is a copy
-                    is_copied = is_held and not is_small and not one.owns_data
-                    frames += (frame_of(total.clone() if is_copied else total),)
-                    owns_data &= is_small or is_copied or one.owns_data
-            message = Push(0, entries, weight, learning_rate, targets is not None, region)
-            request = Request(server, message, what, nbytes or 1, frames, is_held=is_held, priority=priority)
-            if self._pool is not None and region is not None:
-                request.on_release = partial(self._pool.free, region[0])
-            if targets is None:
-                request.completes_when_sent = owns_data
-            else:
-                request.on_answer = targets.handler(server, entries)
-            requests += (request,)
+                    shard, size = one.shard, one.values[0].nbytes
+                    entries += ([shard.number, rounds[shard.layout.key], one.kind, size],)
+                    nbytes += aligned(size)
+                region: list[int] | None = None
+                frames: list[bytes | memoryview] = []
+                owns_data = True
+                is_held = self._allows_restarts and targets is None
+                if self._pool is not None and self._shares_memory[server] and nbytes > INLINE:
+                    offset = self._pool.allocate(nbytes)
+                    allocated += (offset,)
+                    region = [offset, nbytes]
+                    for one in group:
+                        size = one.values[0].nbytes
+                        one.write(self._pool.tensor_at(offset, size))
+                        offset += aligned(size)
+                    is_held = True
+                else:
+                    for one in group:
+                        total = one.values[0] if len(one.values) == 1 else _reduced(one.values)
+                        is_small = total.nbytes <= INLINE  # then its frame is a copy
+                        is_copied = is_held and not is_small and not one.owns_data
+                        frames += (frame_of(total.clone() if is_copied else total),)
+                        owns_data &= is_small or is_copied or one.owns_data
+                message = Push(0, entries, weight, learning_rate, targets is not None, region)
+                request = Request(server, message, what, nbytes or 1, frames, is_held=is_held, priority=priority)
+                if self._pool is not None and region is not None:
+                    request.on_release = partial(self._pool.free, region[0])
+                if targets is None:
+                    request.completes_when_sent = owns_data
+                else:
+                    request.on_answer = targets.handler(server, entries)
+                requests += (request,)
+        except BaseException:
+            for offset in allocated:
+                assert self._pool is not None
+                self._pool.free(offset)
+            raise
         return requests
 
     def encode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -230,6 +231,21 @@ def test_a_rank_that_stops_for_less_than_the_limit_continues(transport: str) -> 
         assert [stage.heard(rank) for rank in (0, 2) for _ in range(20)] == [WAITS] * 40
         stage.signal(1, signal.SIGCONT)
         assert [outcome.value for outcome in stage.outcomes()] == [None] * 3
+
+
+def hold_the_gil(comm: Communicator, victim: int) -> Said | None:
+    comm.barrier()
+    if comm.rank == victim:
+        ctypes.PyDLL(None).usleep(3_000_000)
+    return error_of(partial(all_reduce, 1 << 20, comm, victim))
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", _slow("ipc")])
+def test_a_rank_whose_interpreter_is_busy_for_longer_than_the_limit_is_alive(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "1")
+    assert spawn(hold_the_gil, 3, 1, transport=transport) == [None] * 3
 
 
 # Interrupted ranks

@@ -34,7 +34,7 @@ from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
-from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address
+from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address, start_echo
 from gangline.kvstore.parameter_server.transport.poller import Poller
 
 _log = logging.getLogger("gangline")
@@ -142,6 +142,8 @@ class SchedulerClient:
         try:
             endpoint = scheduler_address(scheduler)
             self._channel = open_channel(endpoint, self._context, self.identity, self._poller)
+            if not endpoint.startswith("unix:"):
+                start_echo(endpoint, self._context, self.identity)
         except BaseException:
             self._poller.close()
             self._context.term()
@@ -543,12 +545,15 @@ class SchedulerClient:
                 self._event_fd = -1
 
     def _run(self) -> None:
-        heard_at = time.monotonic()
+        heard_at = looked_at = time.monotonic()
         heartbeat_at = 0.0
         while not self._ending.is_set():
             if self._wants_to_leave and self._leave_request is None:
                 self._leave_by_signal()
             events = self._poller.wait(_TICK_MS)
+            looked_at, former = time.monotonic(), looked_at
+            if looked_at - former > self._limit / 2:  # this thread could not read what the scheduler has sent
+                heard_at = looked_at
             if self._event_fd in events:
                 os.eventfd_read(self._event_fd)
             if self._channel.reconnected(events):

@@ -21,11 +21,12 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
+from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.protocol import Message
-from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
+from gangline.kvstore.parameter_server.transport.client_channel import ECHO
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
 
@@ -149,6 +150,9 @@ class Scheduler:
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"received a message of {len(frames)} frames; expected 1")
+            if identity.endswith(ECHO):  # the answer of `start_echo`
+                self._hear(self._state.members.get(identity.removesuffix(ECHO)))
+                return
             member = self._state.members.get(identity) or self._state.replaced.get(identity)
             if member is None and len(frames[0]) > protocol.MAX_STRANGER:
                 raise ProtocolError(f"received {len(frames[0])} bytes from a process that has not registered")
@@ -229,6 +233,11 @@ class Scheduler:
                     self._remove(member, why)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from {member.name}")
+
+    def _hear(self, member: Member | None) -> None:
+        """Count a member as alive now, although its interpreter may be too busy to send heartbeats."""
+        if member is not None and not member.disconnected_at:
+            member.heard_at = time.monotonic()
 
     def _register(self, identity: bytes, registration: protocol.Register) -> Member | None:
         rejection = self._state.rejection(registration)
@@ -367,8 +376,9 @@ class Scheduler:
                     self._remove(member, f"{member.why} and was not started again within {self._restart_limit:g} s")
                 continue
             # a process may die with its last messages unread: sending shows whether the connection is lost
-            if not member.disconnected_at and now - member.heard_at > _CONFIRM_SECONDS:
+            if not member.disconnected_at and now - member.heard_at > min(_CONFIRM_SECONDS, self._limit / 4):
                 self._send(member, protocol.Heartbeat())
+                self._listener.send(member.identity + ECHO, [protocol.pack(protocol.Heartbeat())])
             why = self._death_of(member, now, looks=looks)
             if why and self._state.started and self._state.restarts > 0 and member.join_data is None:
                 self._set_away(member, why)
@@ -394,6 +404,8 @@ class Scheduler:
                 silent = min(now - member.disconnected_at, now - member.heard_at)
                 if silent > max(_CONFIRM_SECONDS, 1.5 * self._heartbeat):
                     return "was killed or left: connection lost"
+            if state not in "?Tt":
+                self._hear(member)
         if now - member.heard_at <= self._limit:
             return ""
         what = "has had no connection to the scheduler" if member.disconnected_at else "gave no sign of life"

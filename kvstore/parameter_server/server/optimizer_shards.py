@@ -16,6 +16,7 @@ from gangline.collectives.errors import ProtocolError
 from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, norm, scale_
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.parameter_server.server.shards import Shard
@@ -71,6 +72,11 @@ def pack_spec(spec: OptimizerSpec) -> bytes:
     return bytes(msgpack.packb([spec.name, arguments, *factors]))
 
 
+def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
+    """Serialise the optimizer of a group of keys, as `OptimizerGroup`."""
+    return bytes(msgpack.packb([number, keys, pack_spec(spec)]))
+
+
 def read_spec(payload: bytes) -> OptimizerSpec:
     """Read the result of `pack_spec`; ValueError or TypeError if it is not a valid optimizer."""
     name, arguments, lr_mult, wd_mult = msgpack.unpackb(payload)
@@ -80,9 +86,13 @@ def read_spec(payload: bytes) -> OptimizerSpec:
 
 
 class ShardOptimizers:
-    """Optimizer of a server's shards: one instance per thread, so that threads need no locks."""
+    """Optimizer of a group of a server's shards: one instance per thread, so that threads need no locks."""
 
-    def __init__(self, spec: OptimizerSpec, threads: int) -> None:
+    def __init__(self, spec: OptimizerSpec, threads: int, number: int = 0) -> None:
+        self.number = number
+        """Number of the group."""
+        self.rates: dict[int, float] = {}
+        """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self._spec = spec
         own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(threads)]
         self._of_threads = [KeyedOptimizer(one) for one in own]
@@ -171,7 +181,7 @@ class ShardOptimizers:
 
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> None:
         """Replace the state by a result of `split_state`; ValueError if it does not fit."""
-        name, plain, described = msgpack.unpackb(payload)
+        _, name, plain, described = msgpack.unpackb(payload)
         state = OptimizerState(name, 0.0, 0.0, {}, dict(_tensors(described, datas)), plain)
         for shard in shards.values():
             self._optimizer_of(shard)
@@ -189,6 +199,41 @@ class ShardOptimizers:
             optimizer.spec.wd_mult[shard.number] = wd_mult
         optimizer.add(shard.number, shard.weight)
         return optimizer
+
+
+class Optimizers:
+    """The optimizers of a server, by the number of their group; 0: of all shards outside of the other groups."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self.all: dict[int, ShardOptimizers] = {}
+        self._numbers: dict[Key, int] = {}
+
+    def set(self, payload: bytes) -> int:
+        """Set the optimizer that `pack_group` has serialised, in place of the group's former one; return its number."""
+        number, keys, packed = msgpack.unpackb(payload)
+        spec = read_spec(packed)
+        new = ShardOptimizers(spec, self._threads, int(number))
+        new.rates = {0: float(spec.arguments["lr"])}
+        others = {key: group for key, group in self._numbers.items() if group != number}
+        self._numbers = others | dict.fromkeys(keys or (), new.number)
+        self.all[new.number] = new
+        return new.number
+
+    def of(self, shard: Shard) -> ShardOptimizers | None:
+        """Return the optimizer of a shard; None if it has none."""
+        return self.all.get(self._numbers.get(shard.key, 0))
+
+    def numbered(self, number: int) -> ShardOptimizers:
+        """Return the optimizer of a group; RuntimeError if there is none."""
+        if number not in self.all:
+            raise RuntimeError(f"there is no optimizer{f' of group {number}' if number else ''}")
+        return self.all[number]
+
+    def shards_of(self, number: int, shards: Mapping[int, Shard]) -> dict[int, Shard]:
+        """Return the shards of a group."""
+        own = self.numbered(number)
+        return {one: shard for one, shard in shards.items() if self.of(shard) is own}
 
 
 def merge_states(
@@ -221,17 +266,18 @@ def merge_states(
 
 
 def split_state(
-    spec: OptimizerSpec, state: OptimizerState, shards: Mapping[Key, Sequence[ShardPlacement]], servers: int
+    group: OptimizerGroup, state: OptimizerState, shards: Mapping[Key, Sequence[ShardPlacement]], servers: int
 ) -> list[tuple[bytes, list[Tensor]]]:
-    """Return payload and tensors of the "load" command for each server, from a state of whole keys."""
-    state.check(spec.name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
+    """Return payload and tensors of the "load" command for each server, from a state of a group's whole keys."""
+    name = group.spec.name
+    state.check(name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
     plain: list[dict[str, Any]] = [{} for _ in range(servers)]
     described: list[list[Any]] = [[] for _ in range(servers)]
     datas: list[list[Tensor]] = [[] for _ in range(servers)]
     for path, value in [*state.plain.items(), *state.tensors.items()]:
-        encoded, _, name = path.rpartition("/")
+        encoded, _, entry = path.rpartition("/")
         for shard in shards[json.loads(encoded)]:
-            own = f"{shard.number}/{name}"
+            own = f"{shard.number}/{entry}"
             if not isinstance(value, Tensor):
                 plain[shard.server][own] = value
                 continue
@@ -241,7 +287,7 @@ def split_state(
             described[shard.server].append([own, name_of_dtype(one.dtype), list(one.shape)])
             datas[shard.server].append(one)
     return [
-        (bytes(msgpack.packb([spec.name, plain[server], described[server]])), _joined(datas[server]))
+        (bytes(msgpack.packb([group.number, name, plain[server], described[server]])), _joined(datas[server]))
         for server in range(servers)
     ]
 

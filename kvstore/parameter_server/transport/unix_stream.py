@@ -12,6 +12,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from gangline.collectives.errors import ProtocolError
@@ -100,7 +101,8 @@ class UnixStream:
             ProtocolError: if the bytes are not a message; the stream is unusable afterwards.
         """
         if self._queue:
-            self.flush()
+            with suppress(ConnectionError):  # the peer may have sent messages before it closed the connection
+                self.flush()
         for _ in range(_READS):
             try:
                 count = self._socket.recv_into(self._buffer)

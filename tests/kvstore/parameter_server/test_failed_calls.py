@@ -93,6 +93,23 @@ def test_a_refused_push_is_reported_to_each_rank_once() -> None:
             job.each(stores, call)
 
 
+def test_a_push_that_fails_keeps_no_shared_memory() -> None:
+    with Job(2) as job:
+        stores = job.stores()
+        job.each(stores, lambda kv: kv.init("b" if kv.rank else "w", torch.zeros(1 << 21)))
+        for kv, key, error in (stores[0], "w", "MemoryError"), (stores[1], "b", "has no shard"):
+            pool = kv._pool
+            assert pool is not None
+            filled = (
+                pool.allocate(pool.segment.nbytes - (6 << 20)) if key == "w" else None
+            )  # room for one of 2 messages
+            with pytest.raises((MismatchError, MemoryError), match="do not fit in" if filled is not None else error):
+                kv.pushpull(key, torch.ones(1 << 21))
+            if filled is not None:
+                pool.free(filled)
+            kv._servers.wait(lambda pool=pool: pool.in_use == 0)
+
+
 def test_workers_that_push_two_keys_in_opposite_orders_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_BACKLOG_BYTES", 0)
     monkeypatch.setattr(server_client, "_WINDOW", 1 << 15)  # half a request, which is sent alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from gangline import kvstore
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore import KVStore
+from gangline.kvstore.parameter_server.client import scheduler_client
 from tests.collectives.stage import WAITS, Actor
 from tests.kvstore.parameter_server.faults import DistStage, Waits
 
@@ -47,6 +49,8 @@ CALLS: dict[str, Callable[[KVStore], Any]] = {
 
 def play(path: str, pushes: list[int], options: dict[str, Any]) -> list[str]:
     """Run the calls that the test sends and report their results; ``pushes``: ranks that push before."""
+    if "ON_ANOTHER_HOST" in os.environ:
+        scheduler_client.this_process = lambda: ["another", 1, 1]
     kv = kvstore.create("dist_sync", **options)
     kv.init(["small", "cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
     kv.pull("cut", torch.empty(CUT))
@@ -67,6 +71,9 @@ def play(path: str, pushes: list[int], options: dict[str, Any]) -> list[str]:
                 sys.exit(3)
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "hold the GIL":
+                ctypes.PyDLL(None).usleep(3_000_000)
+                actor.tell("done")
             case "fork":
                 child = os.fork()
                 if not child:
@@ -131,6 +138,23 @@ def test_calls_that_wait_for_a_dead_worker_fail(how: str) -> None:
         said = ended_by_themselves(outcomes, but=3 + victim)
         assert said[3 : 3 + victim] == [[f"worker {victim}"]] * victim
         assert "was killed by SIGKILL" in str(outcomes[3 + victim].error)
+
+
+@pytest.mark.parametrize("host", [{}, {"GANGLINE_TRANSPORT": "tcp", "ON_ANOTHER_HOST": ""}], ids=["here", "elsewhere"])
+def test_a_worker_whose_interpreter_is_busy_is_alive_and_a_stopped_one_is_dead(host: dict[str, str]) -> None:
+    limits = {"GANGLINE_HEARTBEAT_LIMIT": "1", "GANGLINE_HEARTBEAT": "0.2"}
+    with DistStage(play, 2, 1, [], {}, **limits, **host) as stage:
+        wait_in(stage, "barrier")
+        stage.say(1, "hold the GIL")
+        assert stage.heard(1) == "done"
+        stage.say(1, ["barrier", False])
+        assert (stage.heard(0), stage.heard(1)) == ("done", "done")
+        wait_in(stage, "barrier")
+        stage.stop(1)
+        assert "worker 1 gave no sign of life for 1 s" in dead_node_error(stage, 0)
+        stage.kill(1)
+        stage.say(0, "close")
+        ended_by_themselves(stage.outcomes(), but=3)
 
 
 def test_a_killed_worker_is_noticed_though_its_forked_children_hold_its_connections() -> None:

@@ -222,7 +222,7 @@ def test_a_silent_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("GANGLINE_HEARTBEAT_LIMIT", "0.6")
     monkeypatch.setenv("GANGLINE_HEARTBEAT", "0.1")
     with Job(2) as job, RawClient(job.address, b"silent") as client:
-        client.send(here(1))
+        client.send(elsewhere(1))
         zero = job.member(0)
         with pytest.raises(DeadNodeError, match="worker 1 gave no sign of life for"):
             zero.exchange(b"", "call")

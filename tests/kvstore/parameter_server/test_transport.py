@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from gangline.collectives.errors import ProtocolError
+from gangline.kvstore.parameter_server.transport.client_channel import StreamChannel
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller
 from gangline.kvstore.parameter_server.transport.socket_buffers import limit_loopback_buffers
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixListener, UnixStream, connect
@@ -145,6 +146,22 @@ def test_the_last_message_arrives_before_the_end(pair: Pair) -> None:
     assert [[bytes(frame) for frame in frames] for frames in far.receive()] == [[b"last"]]
     with pytest.raises(ConnectionError):
         list(far.receive())
+
+
+@pytest.mark.parametrize("size", [1, 3_000_001])
+def test_the_last_message_arrives_though_one_was_sent_after_the_end(poller: Poller, size: int) -> None:
+    listener = UnixListener()
+    channel = StreamChannel(listener.name, b"identity", poller)
+    far = listener.accept()
+    assert far is not None
+    far.send([b"last"])
+    far.close()
+    for _ in range(2):
+        channel.send([bytes(size)])
+    assert [bytes(frame) for (frame,) in channel.receive(poller.wait(5000))] == [b"last"]
+    assert not list(channel.receive(poller.wait(0)))
+    assert channel.disconnected_at
+    listener.close()
 
 
 @pytest.mark.parametrize(
