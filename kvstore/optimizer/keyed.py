@@ -99,6 +99,7 @@ class KeyedOptimizer:
         except (TypeError, ValueError) as error:
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
+    @torch.inference_mode(mode=False)  # its state is kept
     def update(
         self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]], is_wanted: Callable[[Key], bool] | None = None
     ) -> None:

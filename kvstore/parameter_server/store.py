@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.environments.engines import Dmlc
-from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
+from gangline.collectives.errors import DeadNodeError, GanglineError, StallError, nested_call
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
@@ -164,7 +164,8 @@ class DistStore(KVStore):
             self._check_open()
             self._deliver()
         except Exception as error:  # of an earlier push: the others must not wait for this call
-            self._refuse(name, error)
+            if not self._is_nested(error):
+                self._refuse(name, error)
             raise
         return self._exchange_now(data, name, root)
 
@@ -642,8 +643,14 @@ class DistStore(KVStore):
         self._settle()
         return operation()
 
+    def _check_outermost(self) -> None:
+        if self._servers.is_waiting_here():
+            raise nested_call(f"a {self.type!r} store")
+        self._queue.check_outermost(f"a {self.type!r} store")
+
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed and os.getpid() == self._process:
+            self._check_outermost()
             super().close()
             is_failing = sys.exc_info()[0] is not None  # do not replace or delay the error in flight
             if is_failing:
