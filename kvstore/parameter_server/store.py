@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -534,11 +534,8 @@ class DistStore(KVStore):
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])
-            numbers = [
-                [shard.number for shards in old.values() for shard in shards if shard.server == server]
-                for server in range(self._servers.count)
-            ]
-            command(self._servers, "remove", [msgpack.packb(of_server) for of_server in numbers])
+            numbers = _by_server(shard for shards in old.values() for shard in shards)
+            command(self._servers, "remove", {server: (msgpack.packb(own), ()) for server, own in numbers.items()})
 
         self._workers.run_on_rank(define, "set_optimizer")
 
@@ -614,7 +611,19 @@ class DistStore(KVStore):
         rate = self._with_optimizer("optimizer_state")
         assert self._spec is not None
         self._catch_up("optimizer_state")
-        return optimizer_shards.merge_states(self._spec, rate, self._shards, command(self._servers, "state"))
+        return optimizer_shards.merge_states(self._spec, rate, self._shards, self._state_parts())
+
+    def _state_parts(self) -> Iterator[tuple[bytes, list[Tensor]]]:
+        """Yield the optimizer state of all shards, from each server in parts that messages can hold."""
+        left = _by_server(shard for shards in self._shards.values() for shard in shards)
+        while left:
+            results = command(
+                self._servers, "state", {server: (msgpack.packb(own), ()) for server, own in left.items()}
+            )
+            for server, part in zip(sorted(left), results, strict=True):
+                del left[server][: len(optimizer_shards.unpack_part(*part)[0])]
+                yield part
+            left = {server: own for server, own in left.items() if own}
 
     @refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState) -> None:
@@ -635,9 +644,8 @@ class DistStore(KVStore):
         self._workers.barrier("load_optimizer_state")
 
         def load() -> None:
-            packed = optimizer_shards.split_state(spec, state(), self._shards, self._servers.count)
-            payloads, datas = [payload for payload, _ in packed], [tensors for _, tensors in packed]
-            command(self._servers, "load", payloads, datas)
+            for parts in optimizer_shards.split_state(spec, state(), self._shards):
+                command(self._servers, "load", parts)
 
         self._workers.run_on_rank(load, "load_optimizer_state")
 
@@ -732,6 +740,14 @@ def _finish(
         if pool is not None:
             pool.close()
     return None
+
+
+def _by_server(shards: Iterable[ShardPlacement]) -> dict[int, list[int]]:
+    """Return the numbers of shards by server."""
+    numbers: dict[int, list[int]] = {}
+    for shard in shards:
+        numbers.setdefault(shard.server, []).append(shard.number)
+    return numbers
 
 
 def _finish_unclosed(process: int, *resources: Any) -> None:

@@ -206,9 +206,9 @@ class Server:
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             sequence = getattr(message, "sequence", 0)
             self._reject(identity, sequence, error)
-            if isinstance(message, protocol.Push) and worker is not None and sequence not in worker.in_use:
-                if message.region or self._scheduler.allows_restarts:
-                    self._sessions.release(worker, sequence)
+            is_held = isinstance(message, protocol.Push) and (message.region or self._scheduler.allows_restarts)
+            if is_held and worker is not None and sequence not in worker.in_use:
+                self._sessions.release(worker, sequence)
 
     def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:
         if not isinstance(error, MismatchError):
@@ -520,12 +520,11 @@ class Server:
             case "state":
                 if rounds.optimizers is None:
                     raise RuntimeError("there is no optimizer, so there is no state")
-                return rounds.optimizers.state(rounds.shards.values())
+                return rounds.optimizers.state(self._shards([[number] for number in msgpack.unpackb(payload)]))
             case "load":
                 if rounds.optimizers is None:
                     raise ValueError("there is no optimizer to load a state into")
-                rounds.optimizers.load_state(payload, [tensor_of(frame) for frame in frames], rounds.shards)
-                self._save(rounds.shards.values())
+                self._save(rounds.optimizers.load_state(payload, [*map(tensor_of, frames)], rounds.shards))
             case "norms" | "update" | "drop":
                 if rounds.optimizers is None:
                     raise RuntimeError("there is no optimizer, so there are no kept sums")
