@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gangline.collectives import algorithms
-from gangline.collectives.host_files import write_text
+from gangline.collectives.host_files import temporary_name, write_text
 from gangline.collectives.transports.base import SLOT_BYTES
 
 SHARED = "shared"
@@ -167,7 +167,7 @@ class Table:
     def dump(self, path: Path) -> None:
         """Write the table to a temporary file and rename it; create the folder if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(temporary_name(path.name))
         try:
             write_text(temporary, self.to_json() + "\n")
             temporary.replace(path)

@@ -316,6 +316,11 @@ class Supervisor:
 
     def _start(self, process: Process, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         try:
+            log = None if process.document is not None else self._open_log(process)
+        except OSError as error:
+            self._fail(f"the log {error.filename} cannot be written: {error.strerror}", 1)
+            return
+        try:
             popen = subprocess.Popen(  # noqa: S603 - the user's command
                 process.command,
                 env=process.full_environment({**os.environ, **environment}),
@@ -328,20 +333,17 @@ class Supervisor:
                 preexec_fn=partial(_prepare, os.getpid(), process.cpus),  # safe: this process has no other threads
             )
         except OSError as error:
+            if log is not None:
+                log.close()
             code = 127 if error.errno == errno.ENOENT else 126
             self._fail(f"{process.label} cannot be started: {process.command[0]!r}: {error.strerror}", code)
             return
-        child = self._children[popen.pid] = _Child(process, popen, is_leaving=LEAVING in process.environment)
+        child = self._children[popen.pid] = _Child(process, popen, log=log, is_leaving=LEAVING in process.environment)
         self._started.append(child)
         if process.document is not None:
             assert popen.stdin is not None
             os.set_blocking(popen.stdin.fileno(), False)
             self._tell(child, process.document)
-        elif self._reports.log_dir is not None:
-            path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
-            is_first_start = all(process.environment.get(name) in (None, "0") for name in (RESTART, INCARNATION))
-            mode = "wb" if is_first_start else "ab"
-            child.log = open(path, mode, buffering=0, opener=opener)  # noqa: SIM115  closed when the job has ended
         for pipe in (popen.stdout, popen.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -352,6 +354,13 @@ class Supervisor:
                 else Stream(b"", is_error, partial(self._hear, child) if is_error else None)
             )
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child, pipe))
+
+    def _open_log(self, process: Process) -> IO[bytes] | None:
+        if self._reports.log_dir is None:
+            return None
+        path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
+        is_first_start = all(process.environment.get(name) in (None, "0") for name in (RESTART, INCARNATION))
+        return open(path, "wb" if is_first_start else "ab", buffering=0, opener=opener)
 
     def _wait(self) -> None:
         """Wait for output, a signal, the end of a process or the alarm, and handle it."""

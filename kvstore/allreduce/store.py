@@ -514,7 +514,7 @@ class AllReduceStore(LocalStore):
 
     def save_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
         state = self.optimizer_state()
-        if self._owners is None or not self.rank:
+        if not self.rank:
             files.save(Path(path), state.tensors, state.header())
 
     def optimizer_state(self) -> OptimizerState:

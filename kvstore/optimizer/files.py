@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors import safe_open
 
 from gangline.collectives.errors import DiskFullError
-from gangline.collectives.host_files import opener
+from gangline.collectives.host_files import is_abandoned, opener, temporary_name
 
 _HEADER, _CHECKSUM = "gangline", "gangline_checksum"
 _DTYPES = {
@@ -65,7 +64,7 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     packed = json.dumps(entries).encode()
     packed += b" " * (-len(packed) % 8)
-    with open(path, "wb", opener=opener) as file:
+    with open(path, "xb", opener=opener) as file:
         file.write(len(packed).to_bytes(8, "little") + packed)
         for tensor in on_host.values():
             file.write(_data_of(tensor))
@@ -90,10 +89,9 @@ def _data_of(tensor: torch.Tensor) -> memoryview:
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
     """Write a safetensors file atomically: ``path`` has either the old or the new content. OSError on failure."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        process = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
-        if process.isdecimal() and not psutil.pid_exists(int(process)):  # its writer was killed
+        if is_abandoned(left.name, path.name):  # its writer was killed
             left.unlink(missing_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     with removed_on_error(temporary, path, sum(tensor.nbytes for tensor in tensors.values())):
         write_aside(temporary, tensors, header)
         temporary.replace(path)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.collectives.host_files import opener
+from gangline.collectives.host_files import ForeignFileError, opener
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
@@ -177,7 +177,7 @@ def _write(saved: Checkpoint, prefix: str | Path, epoch: int | str, parts: list[
             nbytes = sum(tensor.nbytes for tensor in values.values())
             files.write_aside(aside(path, nbytes), values, header)
         temporary = aside(description, len(text))
-        with open(temporary, "wb", opener=opener) as file:
+        with open(temporary, "xb", opener=opener) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -474,9 +474,9 @@ def _acquire(path: Path, prefix: str | Path) -> int:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = opener(path, os.O_RDWR | os.O_CREAT)
+        except ForeignFileError:
+            raise
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise
             reason = f"checkpoint folder {path.parent} cannot be made or written: {error.strerror}"
             raise type(error)(error.errno, reason) from error
         try:
