@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
-import secrets
 import stat
 from pathlib import Path
-
-from gangline.collectives.liveness.process_state import kernel_identity
 
 
 class ForeignFileError(OSError):
@@ -54,25 +50,6 @@ def opener(path: str | Path, flags: int) -> int:
 def _foreign(path: str | Path, number: int, kind: str, verb: str) -> ForeignFileError:
     text = f"{kind} in a folder that other users may write is not {verb}; remove it"
     return ForeignFileError(number, text, os.fspath(path))
-
-
-def temporary_name(name: str) -> str:
-    """Return a new name of a temporary file of this process beside the file of a name; see `is_abandoned`."""
-    return f"{name}.{_kernel()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-
-
-def is_abandoned(temporary: str, name: str) -> bool:
-    """Return whether `temporary_name` gave a name to a process that has ended.
-
-    False for processes of other hosts and containers, which cannot be seen from here.
-    """
-    kernel, _, rest = temporary.removeprefix(f"{name}.").partition(".")
-    process = rest.partition(".")[0]
-    return kernel == _kernel() and process.isdecimal() and not Path("/proc", process).exists()
-
-
-def _kernel() -> str:
-    return hashlib.sha256(kernel_identity("pid").encode()).hexdigest()[:12]
 
 
 def write_text(path: str | Path, text: str) -> None:

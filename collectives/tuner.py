@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gangline.collectives import algorithms
-from gangline.collectives.host_files import temporary_name, write_text
+from gangline.collectives.host_files import write_text
 from gangline.collectives.transports.base import SLOT_BYTES
 
 SHARED = "shared"
@@ -167,7 +168,7 @@ class Table:
     def dump(self, path: Path) -> None:
         """Write the table to a temporary file and rename it; create the folder if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(temporary_name(path.name))
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             write_text(temporary, self.to_json() + "\n")
             temporary.replace(path)

@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
-from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, LEAVING, LOST, RESTART
+from gangline.collectives.environments.restart import (
+    ENTERED,
+    INCARNATION,
+    KEPT_MEMORY,
+    LAUNCHER_FD,
+    LEAVING,
+    LOST,
+    RESTART,
+)
 from gangline.collectives.host_files import opener
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.collectives.transports import unix_sockets
@@ -126,8 +134,8 @@ class Supervisor:
         self._elastic: ElasticWorkers | None = None
         self._slots: list[Process] = []
         """Workers of an elastic job from `process_table`, one per slot."""
-        self._next_rank = 0
-        """Rank of the next worker to be added."""
+        self._next_rank = self._first_workers = 0
+        """Rank of the next worker of an elastic job to be added, and number of those at the start."""
         self._is_job_over = False
         """True once the scheduler has succeeded: processes that still run have left the job, or came too late."""
         self._restarts_left = 0
@@ -141,6 +149,8 @@ class Supervisor:
         """Beginning of an incomplete line of the scheduler."""
         self._left: list[str] = []
         """Labels of the processes that have left the job, in order; they are not restarted."""
+        self._entered: set[str] = set()
+        """Labels of the workers of an elastic job that have begun to take part: the others need them."""
         self._failed_later: list[tuple[_Child, int]] = []
         """Workers that failed while a worker that had left the job was still ending: its exit may be the cause."""
         self._is_lost = False
@@ -189,7 +199,7 @@ class Supervisor:
         if elastic is not None:
             self._elastic = elastic
             self._slots = [process for process in processes if process.role == "worker"]
-            self._next_rank = sum(not process.is_spare for process in self._slots)
+            self._next_rank = self._first_workers = sum(not process.is_spare for process in self._slots)
             listener = unix_sockets.listen(elastic.control)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
         self._start_all([process for process in processes if not process.is_spare])
@@ -297,7 +307,8 @@ class Supervisor:
                 return
             *lines, self._scheduler_line = (self._scheduler_line + data).split(b"\n")
             self._is_lost |= LOST in lines
-            self._left += (line.decode() for line in lines)
+            self._entered.update(line.removeprefix(ENTERED).decode() for line in lines if line.startswith(ENTERED))
+            self._left += (line.decode() for line in lines if not line.startswith(ENTERED))
             if not data:
                 self._selector.unregister(self._from_scheduler)
                 os.close(self._from_scheduler)
@@ -448,9 +459,16 @@ class Supervisor:
 
     def _ended(self, child: _Child, code: int, *, may_wait: bool = True) -> None:
         self._drain(child)  # write its last output before the report
+        self._hear_scheduler()
+        is_absent = self._elastic is not None and child.process.is_worker and child.process.label not in self._entered
+        is_first = (child.process.rank or 0) < self._first_workers
+        if is_absent and is_first and code == -signal.SIGTERM and self._code is None:
+            self._report(f"{child} was asked to leave before the job began: it starts again, and leaves after a round")
+            environment = {**child.process.environment, LEAVING: "1"}
+            self._start_all([replace(child.process, environment=environment)])
+            return
         if child.is_leaving and code == -signal.SIGTERM:  # it had not joined, or the scheduler notifies the others
             code = 0
-        self._hear_scheduler()
         self._is_job_over |= child.process.role == "scheduler" and not code
         has_left = child.process.label in self._left or (self._is_job_over and not self._is_lost)
         if code and self._code is None and has_left and (self._restarts_left or self._restarts):
@@ -461,6 +479,10 @@ class Supervisor:
         if code and self._code is None and self._may_restart(child, code):
             self._restart(child, code)
             return
+        if code and self._code is None and is_absent and not is_first:
+            self._report(f"{child} {_how(code)} before it took part; the others go on")
+            self._late_code = self._late_code or max(code, 0)
+            code = 0
         ending = {one.process.label for one in self._workers()} & {*takewhile(child.process.label.__ne__, self._left)}
         if code > 0 and self._code is None and child.process.is_worker and ending and may_wait:
             self._failed_later.append((child, code))

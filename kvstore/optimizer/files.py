@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import os
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,8 @@ import torch
 from safetensors import safe_open
 
 from gangline.collectives.errors import DiskFullError
-from gangline.collectives.host_files import is_abandoned, opener, temporary_name
+from gangline.collectives.host_files import opener
+from gangline.collectives.liveness.process_state import kernel_identity
 
 _HEADER, _CHECKSUM = "gangline", "gangline_checksum"
 _DTYPES = {
@@ -89,13 +92,32 @@ def _data_of(tensor: torch.Tensor) -> memoryview:
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
     """Write a safetensors file atomically: ``path`` has either the old or the new content. OSError on failure."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        if is_abandoned(left.name, path.name):  # its writer was killed
+        if _is_abandoned(left.name, path.name):  # its writer was killed
             left.unlink(missing_ok=True)
     temporary = path.with_name(temporary_name(path.name))
     with removed_on_error(temporary, path, sum(tensor.nbytes for tensor in tensors.values())):
         write_aside(temporary, tensors, header)
         temporary.replace(path)
     flush_folder(path.parent)
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name of a temporary file of this process beside the file of a name; see `save`."""
+    return f"{name}.{_kernel()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+
+
+def _is_abandoned(temporary: str, name: str) -> bool:
+    """Return whether `temporary_name` gave a name to a process that has ended.
+
+    False for processes of other hosts and containers, which cannot be seen from here.
+    """
+    kernel, _, rest = temporary.removeprefix(f"{name}.").partition(".")
+    process = rest.partition(".")[0]
+    return kernel == _kernel() and process.isdecimal() and not Path("/proc", process).exists()
+
+
+def _kernel() -> str:
+    return hashlib.sha256(kernel_identity("pid").encode()).hexdigest()[:12]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gangline.collectives.host_files import temporary_name, write_text
+from gangline.collectives.host_files import write_text
+from gangline.kvstore.optimizer.files import temporary_name
 from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric
