@@ -134,7 +134,7 @@ class Continuation:
         _log.warning("worker %d takes part from round %d on", self._scheduler.rank, first)
 
     def _pushed_by_servers(self) -> dict[Key, tuple[int, int]]:
-        """Return of keys that were pushed the least rounds of this worker on a shard, and the most of any worker."""
+        """Return for each pushed key the fewest rounds that a shard has from this worker, and the most from any worker."""
         done: dict[int, tuple[int, int]] = {}
         for packed, _ in command(self._servers, "rounds"):
             done.update({shard: (own, most) for shard, own, most in msgpack.unpackb(packed)})

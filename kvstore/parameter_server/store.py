@@ -290,7 +290,7 @@ class DistStore(KVStore):
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
         self._continuation.pushes.update(self._rounds)
         command(self._servers, "resume")
-        if rates:  # the first of those who pushed longest: rank 0, or one whose rate counted after rank 0's join()
+        if rates:  # the rate of the worker with the most pushes; of equal ones, that of the lowest rank
             self._resume_rate(max(rates, key=itemgetter(0))[1])
         self.barrier()
         return result.last
