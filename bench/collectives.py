@@ -12,7 +12,7 @@ import torch
 import typer
 
 from gangline.bench.driver import installed
-from gangline.bench.driver.harness import Side, fastest, in_turn, ratios_to_peers
+from gangline.bench.driver.harness import Side, fastest, in_turn, ratios_to_peers, say
 from gangline.bench.driver.hosts import Hosts
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import RankGroup
@@ -136,9 +136,12 @@ def measure(
         raise UsageError(f"--hosts is {sweep.hosts}; expected at most one for each of {ranks} ranks")
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(sweep.hosts)) if sweep.hosts > 1 else None
+        say(f"starting gangline, {ranks} ranks")
         own = stack.enter_context(RankGroup(_own_candidate(sweep, ranks), hosts))
         started = {peer: installed.peer_groups(stack, peer, ranks, hosts=hosts) for peer in peers}
         others = {peer: groups for peer, groups in started.items() if groups}
+        length = f"{sweep.iters} steps" if sweep.iters else f"about {_RUN_SECONDS} s"
+        say(f"measuring {collective} at {len(sizes)} sizes: {sweep.runs} runs of {length} for each figure of a line")
         for size in sizes:
             rows: list[Row] = []
             for in_place in IN_PLACE.get(collective, (False,)):

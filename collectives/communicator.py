@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.engine.host_staging import flat_values
 from gangline.collectives.engine.point_to_point import PointToPoint
+from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import SideStreams
@@ -75,7 +76,7 @@ def connect(
             rendezvous.exchange,
             transport=transport,
             timeout=timeout,
-            tcp_host=rendezvous.interface(),
+            tcp_host=rendezvous.interface,
         )
     except BaseException:
         rendezvous.fail()
@@ -91,7 +92,7 @@ def open_communicator(
     *,
     transport: str = "auto",
     timeout: float | None = None,
-    tcp_host: str = "127.0.0.1",
+    tcp_host: Callable[[], str] = lambda: LOOPBACK,
 ) -> Communicator:
     """Connect processes that can already exchange bytes; arguments and errors are those of `groups.open_group`."""
     return Communicator(
@@ -123,9 +124,9 @@ class Communicator:
 
     Tensors may be non-contiguous or empty. A tensor that is written must not be expanded or overlap itself; a result
     may overlap an input. Supported dtypes are float32, float64, float16, bfloat16, int8 to int64, uint8, bool,
-    complex64 and complex128. ``op`` is "sum", "mean", "product", "min" or "max". All ranks get the same bits. float16
-    and bfloat16 are added in float32, and partial sums are rounded when they are sent on; a mean of float16 is rounded
-    once. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
+    complex64 and complex128. ``op`` is "sum", "mean", "product", "min" or "max". All ranks get the same bits. For
+    float16 and bfloat16 each hop adds in float32 and rounds its partial sum to the tensor's dtype; a mean of float16
+    stays float32 until the end. Integers wrap around. For bool, "sum" is a logical or and "product" a logical and.
 
     GPU tensors are read and written in the order of the current streams: a call may return before its result is
     computed. All tensors that a rank passes to one call must be on one device. The first call in which a rank passes a
@@ -514,6 +515,8 @@ class Communicator:
 
     def dead_ranks(self) -> list[int]:
         """Return the ranks that are known to be dead, without those that have closed the communicator."""
+        if self._engine.is_inherited and self._engine.error is not None:
+            raise self._engine.error
         membership = self._resources.membership
         membership.poll(0, 0)
         return sorted(rank for rank, why in membership.gone.items() if why != CLOSED)

@@ -62,7 +62,7 @@ static const int64_t YIELD_NANOSECONDS = 5000000; /* after which Python waits */
 typedef void Fold(void *, const void *, const void *, size_t, int);
 FOLDS(portable, )
 #if defined(__x86_64__)
-FOLDS(wide, __attribute__((target("arch=haswell"))))
+FOLDS(wide, __attribute__((target("avx2"))))
 #endif
 static Fold *const *folds = portable; /* by dtype; those of this processor after PyInit__core */
 

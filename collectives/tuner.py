@@ -7,6 +7,7 @@ algorithms and a run is bitwise reproducible.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from bisect import bisect_left
@@ -32,6 +33,7 @@ TRANSPORTS = ("shared_memory", "ipc", "tcp", "in_process")
 TUNED = tuple(algorithms.REGISTRY)
 """Collectives that have a choice of algorithms."""
 
+_log = logging.getLogger("gangline")
 _FORMAT = 1
 _IN_MEMORY = ("shared_memory", "in_process")
 
@@ -133,19 +135,32 @@ class Table:
     def from_json(cls, text: str) -> Table:
         """Return the table that `to_json` serialized.
 
+        Places whose rules cannot be used, such as those of an older version, are left out with one warning.
+
         Raises:
-            ValueError: if the text is not a table or names an unknown algorithm; the message says which.
+            ValueError: if the text is not a table; the message says why.
         """
         try:
             data = json.loads(text)
             if data["gangline_tuning"] != _FORMAT:
                 raise ValueError(f"its 'gangline_tuning' is {data['gangline_tuning']!r}; expected {_FORMAT}")
-            rules = {
-                TableKey(each["collective"], each["transport"], each["ranks"], each["hosts"]): [
-                    Rule(nbytes, Choice(*choice)) for nbytes, *choice in each["rules"]
-                ]
-                for each in data["places"]
-            }
+            rules: dict[TableKey, list[Rule]] = {}
+            unusable = []
+            for each in data["places"]:
+                key = TableKey(each["collective"], each["transport"], each["ranks"], each["hosts"])
+                rules[key] = [Rule(nbytes, Choice(*choice)) for nbytes, *choice in each["rules"]]
+                try:
+                    _check(key, rules[key])
+                except ValueError as error:
+                    del rules[key]
+                    unusable.append(str(error))
+            if unusable:
+                _log.warning(
+                    "the table of algorithms has %d unusable rules, which the built-in ones replace: %s; measure again "
+                    "with `gangline bench tune`",
+                    len(unusable),
+                    unusable[0],
+                )
             return cls(rules, {collective: Choice(*choice) for collective, choice in data["forced"].items()})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not laid out as a tuning table ({type(error).__name__}: {error})") from None
@@ -179,17 +194,21 @@ class Table:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Table:
         """Return the table for a job: the file at `table_path`, if it exists, and the choices of GANGLINE_ALGO.
 
+        A file that cannot be read, or is damaged or not a table, is left out with a warning.
+
         Raises:
-            ValueError: if GANGLINE_ALGO has an unknown name, or the file is damaged or not a table.
+            ValueError: if GANGLINE_ALGO has an unknown name.
             FileNotFoundError: if GANGLINE_TUNING names a file that does not exist.
         """
         path = table_path(environment)
-        if path.exists():
-            rules = cls.load(path).rules
+        rules: Mapping[TableKey, Sequence[Rule]] = {}
+        if os.path.exists(path):  # False if a folder on the way to it cannot be entered
+            try:
+                rules = cls.load(path).rules
+            except (OSError, ValueError) as error:
+                _log.warning("the built-in choices of algorithms are used: %s", error)
         elif "GANGLINE_TUNING" in environment:
             raise FileNotFoundError(f"GANGLINE_TUNING is {path}, which does not exist; run `gangline bench tune`")
-        else:
-            rules = {}
         return cls(rules, forced_algorithms(environment.get("GANGLINE_ALGO", "")))
 
     def _rules_at(self, key: TableKey) -> Sequence[Rule]:

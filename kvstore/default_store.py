@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.environments.engines import Dmlc
+from gangline.collectives.environments.restart import ELASTIC
 
 
 def job_store(variables: Mapping[str, str] = os.environ) -> str:
@@ -33,8 +34,10 @@ def job_store(variables: Mapping[str, str] = os.environ) -> str:
 
 
 def default_store(variables: Mapping[str, str] = os.environ) -> str:
-    """Return the store that joins the workers of this job; ``"device"`` without a job, or alone in it."""
-    return job_store(variables) if num_workers(variables) > 1 else "device"
+    """Return the store that joins the processes of this job; ``"device"`` without a job, or as its only worker."""
+    is_server = variables.get("DMLC_ROLE") in ("scheduler", "server")  # creating the store runs that role
+    has_others = num_workers(variables) > 1 or ELASTIC in variables or is_server
+    return job_store(variables) if has_others else "device"
 
 
 def num_workers(variables: Mapping[str, str] = os.environ) -> int:

@@ -96,8 +96,9 @@ class DeviceStore(LocalStore):
             return
         self._unfuse(key)
         self._entries[key] = entry = type(entry)(entry.stored.to(device))
-        if self._optimizer is not None:
-            self._optimizer.add(key, entry.stored)
+        optimizer = self._optimizer_of(key)
+        if optimizer is not None:
+            optimizer.add(key, entry.stored)
 
 
 class NcclStore(DeviceStore):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,13 +38,16 @@ from gangline.kvstore.arguments import (
 )
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression, parse
+from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer.group import OptimizerGroup, OptimizerGroups
 from gangline.kvstore.optimizer.keyed import OptimizerState
-from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
+from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate, check_not_negative
 from gangline.kvstore.sparse import checked_rows, copy_rows
 
+_log = logging.getLogger("gangline")
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _Parsed = TypeVar("_Parsed", bound=Sequence[Any])
 _Result = TypeVar("_Result")
@@ -112,6 +116,8 @@ class KVStore(abc.ABC):
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
         self._pending: dict[Key, Work] = {}  # pushes that wait for update(), under clip_global_norm
         self._compressed: CompressedPushes | None = None
+        self._groups = OptimizerGroups()
+        self._attached: dict[Key, str] = {}  # the kind of front that has attached a key
         self._calls_begun = 0
         self._closed = False
 
@@ -172,7 +178,7 @@ class KVStore(abc.ABC):
         """True if `keep` has an effect: under `gangline launch --restart-processes`."""
         return False
 
-    def keep(self, state: Any) -> None:  # noqa: B027  stores without restarts keep nothing
+    def keep(self, state: Any) -> None:
         """Save this worker's state between two steps, for its restart; replaces the state saved before.
 
         The state must hold all that the next step depends on: weights, random states, the position in the data. A
@@ -181,7 +187,11 @@ class KVStore(abc.ABC):
 
         Args:
             state: anything that can be pickled, of any size; it is copied.
+
+        Raises:
+            ValueError: if the state is None, which `kept` returns in a first start.
         """
+        check_kept(state)
 
     def kept(self) -> Any:
         """Return the state that `keep` saved before this worker's restart, and continue from there; None without one.
@@ -322,9 +332,12 @@ class KVStore(abc.ABC):
         self._check_open()
         pairs = self._checked_pairs(pushed, key, value)
         priority = checked_priority(priority)
-        if not self.updates_wait:
+        if not self._groups.all:
             return self._push(pairs, priority, async_op)
-        keys = self._check_pushed_once(keys_of(pairs))
+        group = self._groups.of_keys(keys := keys_of(pairs))
+        if group is None or not group.updates_wait:
+            return self._push(pairs, priority, async_op)
+        self._check_pushed_once(keys)
         return self._note_pending(keys, self._push(pairs, priority, async_op))
 
     def pull(
@@ -380,7 +393,8 @@ class KVStore(abc.ABC):
         self._check_open()
         values = self._checked_pairs(pushed, key, value)
         targets = self._checked_pairs(outs, key, value if out is None else out)
-        if self.updates_wait:
+        group = self._groups.of_keys(keys_of(values)) if self._groups.all else None
+        if group is not None and group.updates_wait:
             raise ValueError(
                 "pushpull() would pull before the update, because clip_global_norm delays updates until update(); call "
                 "push(), update() and pull()"
@@ -451,12 +465,22 @@ class KVStore(abc.ABC):
     # Optimizer
 
     @refused_on_all_ranks
-    def set_optimizer(self, spec: Any, *, shard: str | None = None, memory: Sequence[float] | str = "auto") -> None:
+    def set_optimizer(
+        self,
+        spec: Any,
+        *,
+        keys: Iterable[Key] | None = None,
+        shard: str | None = None,
+        memory: Sequence[float] | str = "auto",
+    ) -> OptimizerGroup:
         """Update stored values with an optimizer of torch.optim at every push.
 
         Collective: all workers must call it, with the same optimizer.
 
         Args:
+            keys: keys that the optimizer updates, initialised or not. Each such group has an optimizer, learning rate
+                and state of its own, and a push needs a call for each group. None: all keys that are in no group; the
+                optimizer replaces the one that was set so before.
             spec: as for `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
                 ``clip_global_norm`` among the arguments a push only sums, and `update` updates.
             shard: "optimizer": each worker of an allreduce store, or each device of a device store, owns keys in
@@ -465,21 +489,53 @@ class KVStore(abc.ABC):
             memory: relative memory of each worker or device, for sharding; "auto": free memory of workers at this call,
                 and of devices at their first use.
 
+        Returns:
+            The group, whose learning rate and state can be read and set.
+
         Raises:
-            ValueError: if the optimizer or an argument is unknown, or the store does not support it.
+            ValueError: if the optimizer or an argument is unknown, the store does not support it, or keys have an
+                optimizer of their own already.
 
         For example:
 
             kv.set_optimizer(("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4}))
         """
         self._check_open()
-        parsed = OptimizerSpec.parse(spec)
-        if parsed.clip_global_norm is not None:
+        self._check_unattached("set_optimizer", None if keys is None else set(keys))
+        return self._add_group(OptimizerSpec.parse(spec), None if keys is None else frozenset(keys), shard, memory)
+
+    def _check_unattached(self, call: str, keys: set[Key] | None) -> None:
+        """Raise ValueError if a `Trainer`, for example, has attached one of the keys (None: any), or a group has it."""
+        taken = {key: owner for key, owner in self._attached.items() if keys is None or key in keys}
+        if taken:
+            raise ValueError(
+                f"{call} would change keys {list(taken)[:20]} of a {next(iter(taken.values()))}, which has set their "
+                f"optimizer; expected {'' if keys is None else 'other '}keys of your own"
+            )
+        again = [key for key in keys or () if (group := self._groups.of(key)) is not None and group.keys is not None]
+        if again:
+            raise ValueError(f"keys {again[:20]} have an optimizer of their own already; expected other keys")
+
+    def _add_group(
+        self,
+        spec: OptimizerSpec,
+        keys: frozenset[Key] | None,
+        shard: str | None,
+        memory: Sequence[float] | str,
+        owner: str = "",
+        number: int | None = None,
+    ) -> OptimizerGroup:
+        if spec.clip_global_norm is not None:
             self._check_clips_together()
         check_shard(shard)
         self._check_shard(shard, memory)
-        self._set_optimizer(parsed)
-        self._pending.clear()
+        if number is None:
+            number = 0 if keys is None else max(self._groups.all, default=0) + 1
+        group = OptimizerGroup(self, number, spec, keys, owner)
+        self._set_optimizer(group)
+        self._groups.add(group)
+        self._pending = {key: work for key, work in self._pending.items() if self._groups.of(key) is not group}
+        return group
 
     def set_updater(self, updater: Updater) -> None:  # noqa: ARG002  refused here
         """Update stored values with a custom function at every push; single-process stores only.
@@ -502,27 +558,39 @@ class KVStore(abc.ABC):
         self.set_updater(updater)
 
     @refused_on_all_ranks
-    def update(self) -> None:
+    def update(self, *, group: OptimizerGroup | None = None) -> None:
         """Clip the gradients pushed since the last update to a global norm and apply them; ``clip_global_norm`` only.
 
-        The norm is that of the sums over all workers. Without ``clip_global_norm`` this call does nothing. Collective:
-        all workers must call it.
+        The norm is that of the sums over all workers, of the keys of a group. Without ``clip_global_norm`` this call
+        does nothing. Collective: all workers must call it.
+
+        Args:
+            group: group to update; None: all groups.
         """
+        self._end_pending(group, self._update)
+
+    def _end_pending(self, group: OptimizerGroup | None, action: Callable[[OptimizerGroup], None]) -> None:
         self._check_open()
-        if self.updates_wait:
-            self._update()
-            self._pending.clear()
+        for one in [*self._groups.all.values()] if group is None else [group]:
+            if one.updates_wait:
+                action(one)
+                self._pending = {key: work for key, work in self._pending.items() if self._groups.of(key) is not one}
 
     @property
     def learning_rate(self) -> float:
         """The optimizer's learning rate.
 
         Raises:
-            RuntimeError: without an optimizer.
+            RuntimeError: without an optimizer, or with several.
         """
-        raise RuntimeError(self._no_optimizer())
+        return self.learning_rate_of(None)
 
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: ARG002  refused here
+    def learning_rate_of(self, group: OptimizerGroup | None) -> float:
+        """Return the learning rate of a group; None: of the only optimizer."""
+        self._check_open()
+        return self._rate_of(self._group_for("learning_rate", group))
+
+    def set_learning_rate(self, learning_rate: float, *, group: OptimizerGroup | None = None) -> None:
         """Set the learning rate from the next push on; with several workers, rank 0's value is used.
 
         While rank 0 is inside `join`, the value of the lowest rank outside it that has set one is used; after `join`
@@ -532,33 +600,46 @@ class KVStore(abc.ABC):
         Raises:
             TypeError: if it is not a number.
             ValueError: if it is negative, NaN or infinite.
-            RuntimeError: without an optimizer.
+            RuntimeError: without an optimizer, or with several and without ``group``.
+            StallError: if a server of an async store does not answer within the timeout.
+            DeadNodeError: if a server of an async store has died.
         """
-        raise RuntimeError(self._no_optimizer())
+        self._check_open()
+        check_learning_rate(learning_rate)
+        self._set_rate(self._group_for("set_learning_rate", group), float(learning_rate))
 
-    def save_optimizer_states(self, path: str | Path) -> None:
+    def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:
         """Write the optimizer's state to a safetensors file; an existing file is replaced atomically.
 
         Collective with ``shard="optimizer"``; rank 0 writes.
 
+        Args:
+            path: the file.
+            group: group of keys, as `set_optimizer` returns it; None: the only one.
+
         Raises:
-            RuntimeError: without an optimizer.
+            RuntimeError: without an optimizer, or with several and without ``group``.
             OSError: if the file cannot be written.
         """
-        state = self.optimizer_state()
+        state = self.optimizer_state(group=group)
         files.save(Path(path), state.tensors, state.header())
 
     @refused_on_all_ranks
-    def load_optimizer_states(self, path: str | Path) -> None:
+    def load_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:
         """Load the optimizer's state from a file; the learning rate does not change.
 
         Collective: all workers must call it; rank 0's file is used.
+
+        Args:
+            path: the file.
+            group: group of keys, as `set_optimizer` returns it; None: the only one.
 
         Raises:
             FileNotFoundError: if there is no such file.
             ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
         """
-        self.load_optimizer_state(read_optimizer_states(path))
+        self._check_open()
+        self._load_state(self._group_for("load_optimizer_states", group), lambda: read_optimizer_states(path))
 
     # Compression
 
@@ -602,6 +683,75 @@ class KVStore(abc.ABC):
         self.close()
 
     # For Module, Trainer and other frameworks: weighted means, buckets, checkpoints. MXNet has none of these.
+
+    _serves_one_process = False
+
+    @refused_on_all_ranks
+    def attach(
+        self,
+        owner: str,
+        keys: Collection[Key],
+        spec: OptimizerSpec | None,
+        *,
+        shard: str | None = None,
+        memory: Sequence[float] | str = "auto",
+        compression: Mapping[str, Any] | None = None,
+        replaces: OptimizerGroup | None = None,
+    ) -> OptimizerGroup | None:
+        """Take keys and set their optimizer for a front, which then initialises the keys. Collective.
+
+        Args:
+            owner: kind of front, for error messages: "Trainer", "Module" or "DistributedOptimizer".
+            keys: keys of the front; none if the store needs no values of it.
+            spec: optimizer of the keys; None if the front updates the weights and the store must return sums.
+            shard: as for `set_optimizer`.
+            memory: as for `set_optimizer`.
+            compression: as for `set_gradient_compression`; None: unchanged.
+            replaces: an earlier group of the same front, whose keys and optimizer it takes again.
+
+        Returns:
+            The group of the keys; None without ``spec``.
+
+        Raises:
+            ValueError: if the store holds one of the keys already, or has an optimizer or compression that this front
+                cannot use.
+            RuntimeError: if this worker was restarted alone, or the job is elastic, and the front cannot continue then.
+        """
+        self._check_open()
+        if self._serves_one_process and (workers := num_workers()) > 1:
+            _log.warning(
+                "a %s uses a %r store, which serves this process alone, in a job of %d workers: each trains its own "
+                "weights; %s, or name 'allreduce' or a dist_* store",
+                *(owner, self.type, workers, "use context='parallel'" if owner == "Module" else "leave kvstore out"),
+            )
+        known = (replaces.keys if replaces is not None else None) or frozenset()
+        held = [key for key in keys if key in self and key not in known]
+        if held:
+            raise ValueError(
+                f"the {self.type!r} store holds keys {held} already; give the {owner} others, or a store of its own"
+            )
+        others = {owner for key, owner in self._attached.items() if key not in known}
+        if others and keys:
+            [other, *_] = others
+            self.check_not_restarted(f"training by a {other} and a {owner} on one store")
+            given = None if compression is None else parse(compression)
+            if given != (None if self._compressed is None else self._compressed.compression):
+                raise ValueError(
+                    f"the {self.type!r} store serves a {other} with other compression, which is that of all keys; give "
+                    f"the {owner} the same compression, or a store of its own"
+                )
+        elif compression is not None:
+            self.set_gradient_compression(compression)
+        group = None
+        if spec is not None:
+            number = replaces.number if replaces is not None else None
+            group = self._add_group(spec, known.union(keys), shard, memory, owner, number)
+        elif keys:
+            if 0 in self._groups.all:
+                raise ValueError(f"the {self.type!r} store runs an optimizer of its own; expected one without")
+            self.check_not_restarted(f"a {owner}")
+        self._attached.update(dict.fromkeys(keys, owner))
+        return group
 
     def exchange(self, data: bytes) -> list[bytes]:
         """All-gather bytes; return them in rank order, with b"" for workers in `join`.
@@ -650,6 +800,7 @@ class KVStore(abc.ABC):
         for one, _ in pairs:
             check_mean(one, self._layout[one][1])
         priority = checked_priority(priority)
+        self._groups.of_keys(one for one, _ in pairs)
         keys = self._check_pushed_once([one for one, _ in pairs])
         return self._note_pending(keys, self._push_weighted(pairs, float(weight), priority, async_op))
 
@@ -670,6 +821,7 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         self._check_bucket(bucket)
+        self._groups.of_keys(bucket.keys)
         self._fuse(bucket, flat)
         self._buckets.add(bucket)
 
@@ -740,16 +892,13 @@ class KVStore(abc.ABC):
 
     @property
     def updates_wait(self) -> bool:
-        """True if pushed gradients wait for `update`: the optimizer has ``clip_global_norm``."""
-        return False
+        """True if pushed gradients wait for `update`: an optimizer has ``clip_global_norm``."""
+        return self._groups.updates_wait
 
     @refused_on_all_ranks
-    def drop_updates(self) -> None:
-        """Discard the pushes that wait for `update`. Collective: all workers must call it."""
-        self._check_open()
-        if self.updates_wait:
-            self._drop_updates()
-            self._pending.clear()
+    def drop_updates(self, *, group: OptimizerGroup | None = None) -> None:
+        """Discard the pushes that wait for `update`, which takes the same argument. Collective."""
+        self._end_pending(group, self._drop_updates)
 
     @property
     def compresses(self) -> bool:
@@ -773,22 +922,32 @@ class KVStore(abc.ABC):
         elif residuals:
             raise ValueError(f"a {self.type!r} store keeps no compression residuals, but got {len(residuals)}")
 
-    def optimizer_state(self) -> OptimizerState:
+    def optimizer_state(self, *, group: OptimizerGroup | None = None) -> OptimizerState:
         """Return a copy of the optimizer's state on the host. Collective with ``shard="optimizer"``.
 
-        Raises:
-            RuntimeError: without an optimizer.
-        """
-        raise RuntimeError(self._no_optimizer())
+        Args:
+            group: group of keys, as `set_optimizer` returns it; None: the only one.
 
-    def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: ARG002  refused here
+        Raises:
+            RuntimeError: without an optimizer, or with several and without ``group``.
+        """
+        self._check_open()
+        return self._state_of(self._group_for("optimizer_state", group))
+
+    @refused_on_all_ranks
+    def load_optimizer_state(self, state: OptimizerState, *, group: OptimizerGroup | None = None) -> None:
         """Load the optimizer's state. Collective: all workers must call it; rank 0's state is used.
+
+        Args:
+            state: the state.
+            group: group of keys, as `set_optimizer` returns it; None: the only one.
 
         Raises:
             ValueError: if the state does not match the optimizer, keys or shapes.
-            RuntimeError: without an optimizer.
+            RuntimeError: without an optimizer, or with several and without ``group``.
         """
-        raise RuntimeError(self._no_optimizer())
+        self._check_open()
+        self._load_state(self._group_for("load_optimizer_state", group), lambda: state)
 
     # What a store implements; arguments are checked already
 
@@ -866,16 +1025,29 @@ class KVStore(abc.ABC):
                 f"a {self.type!r} store keeps the optimizer's state on its servers; shard is for 'allreduce'"
             )
 
-    def _set_optimizer(self, spec: OptimizerSpec) -> None:  # noqa: ARG002  refused here
+    def _set_optimizer(self, group: OptimizerGroup) -> None:  # noqa: ARG002  refused here
         raise ValueError(self._no_optimizer())
 
-    def _update(self) -> None:
-        """Clip and apply the pending pushes."""
-        raise RuntimeError(self._no_optimizer())
+    def _rate_of(self, group: OptimizerGroup) -> float:
+        raise NotImplementedError
 
-    def _drop_updates(self) -> None:
-        """Discard the pending pushes."""
-        raise RuntimeError(self._no_optimizer())
+    def _set_rate(self, group: OptimizerGroup, rate: float) -> None:
+        raise NotImplementedError
+
+    def _state_of(self, group: OptimizerGroup) -> OptimizerState:
+        raise NotImplementedError
+
+    def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:
+        """Load the state that ``read`` returns on rank 0."""
+        raise NotImplementedError
+
+    def _update(self, group: OptimizerGroup) -> None:
+        """Clip and apply the pending pushes of a group."""
+        raise NotImplementedError
+
+    def _drop_updates(self, group: OptimizerGroup) -> None:
+        """Discard the pending pushes of a group."""
+        raise NotImplementedError
 
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None:
@@ -942,7 +1114,8 @@ class KVStore(abc.ABC):
     def _note_pending(self, keys: Iterable[Key], work: Work) -> Work:
         """Mark keys as waiting for `update` unless their push fails (clip_global_norm only); return the push's Work."""
         if self.updates_wait:
-            self._pending.update(dict.fromkeys(keys, work))
+            waiting = [key for key in keys if (group := self._groups.of(key)) is not None and group.updates_wait]
+            self._pending.update(dict.fromkeys(waiting, work))
         return work
 
     def _check_not_pending(self, keys: Iterable[Key]) -> None:
@@ -964,8 +1137,23 @@ class KVStore(abc.ABC):
             for key in keys:
                 self._layout.pop(key, None)
 
+    def _group_for(self, call: str, group: OptimizerGroup | None) -> OptimizerGroup:
+        """Return the group that a call is for; None: the only one. RuntimeError if there are several or none."""
+        if not self._groups.all and type(self)._set_optimizer is KVStore._set_optimizer:
+            raise RuntimeError(self._no_optimizer())
+        return self._groups.only(call) if group is None else group
+
     def _no_optimizer(self) -> str:
         return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
+
+
+def check_kept(state: Any) -> None:
+    """Raise ValueError if a state for `KVStore.keep` is None."""
+    if state is None:
+        raise ValueError(
+            "keep() got None, which kept() returns in a first start; expected what the next step depends on, at least "
+            "its number"
+        )
 
 
 def read_optimizer_states(path: str | Path) -> OptimizerState:

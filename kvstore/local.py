@@ -32,8 +32,9 @@ from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.interface import KVStore, Updater
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
-from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
+from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, copy_rows, summed
 
 _HOST = torch.device("cpu")
@@ -77,6 +78,7 @@ class LocalStore(KVStore):
     Host memory: one copy of the weights, one of the gradients once an updater is set, and the optimizer's state.
     """
 
+    _serves_one_process = True
     _is_alone = True  # a push is the sum over this process's devices
 
     def __init__(self, name: str = "local", *, in_order: bool = False) -> None:
@@ -85,7 +87,7 @@ class LocalStore(KVStore):
         self._entries: dict[Key, _Entry] = {}
         self._flats: dict[Bucket, _Flat] = {}
         self._updater: Updater | None = None
-        self._optimizer: KeyedOptimizer | None = None
+        self._optimizers: dict[OptimizerGroup, KeyedOptimizer] = {}
         self._pending_sums: dict[Key, torch.Tensor | RowSparse] = {}  # kept for update(), in the store's own memory
         self._is_shared = False  # stored values may be in the user's memory
         self._queue = WorkQueue(in_order=in_order)
@@ -96,86 +98,89 @@ class LocalStore(KVStore):
         self._check_open()
         if not callable(updater):
             raise TypeError(f"updater is {updater!r}; expected a function of (key, summed, stored)")
+        self._check_unattached("set_updater", None)
+        for number in [*self._groups.all]:
+            self._groups.remove(number)
         self._run_exclusive(lambda: self._use(updater, None))
 
-    def _set_optimizer(self, spec: OptimizerSpec) -> None:
-        self._run_exclusive(lambda: self._use(None, KeyedOptimizer(spec)))
+    def _set_optimizer(self, group: OptimizerGroup) -> None:
+        self._run_exclusive(lambda: self._use(None, group))
 
-    def _use(self, updater: Updater | None, optimizer: KeyedOptimizer | None) -> None:
-        self._updater, self._optimizer = updater, optimizer
+    def _use(self, updater: Updater | None, group: OptimizerGroup | None) -> None:
+        self._updater = updater
         self._is_shared |= updater is not None
-        self._pending_sums.clear()
+        replaced = [one for one in self._optimizers if group is None or one.number == group.number]
+        for one in replaced:
+            self._drop_sums(one)
+            del self._optimizers[one]
+        if group is not None:
+            self._optimizers[group] = KeyedOptimizer(group.spec)
 
-    @property
-    def updates_wait(self) -> bool:  # noqa: D102  inherited
-        return self._optimizer is not None and self._optimizer.spec.clip_global_norm is not None
+    def _update(self, group: OptimizerGroup) -> None:
+        self._run_exclusive(lambda: self._apply_pending(group))
 
-    def _update(self) -> None:
-        self._run_exclusive(self._apply_pending)
+    def _drop_updates(self, group: OptimizerGroup) -> None:
+        self._run_exclusive(lambda: self._drop_sums(group))
 
-    def _drop_updates(self) -> None:
-        self._run_exclusive(self._pending_sums.clear)
+    def _drop_sums(self, group: OptimizerGroup) -> None:
+        self._pending_sums = {key: one for key, one in self._pending_sums.items() if self._groups.of(key) is not group}
+
+    def _optimizer_of(self, key: Key) -> KeyedOptimizer | None:
+        if not self._optimizers:
+            return None
+        group = self._groups.of(key)
+        return None if group is None else self._optimizers[group]
 
     def _apply(self, sums: Sequence[tuple[Key, torch.Tensor | RowSparse]]) -> None:
-        """Update with sums, or keep them until `update`; they must then be in the store's own memory."""
-        assert self._optimizer is not None
-        self._add_to_optimizer([key for key, _ in sums])
-        if self.updates_wait:
+        """Update keys of one group with sums, or keep them until `update`, in the store's own memory then."""
+        if not sums:
+            return
+        group = self._groups.of(sums[0][0])
+        assert group is not None
+        optimizer = self._optimizers[group]
+        self._add_to(optimizer, [key for key, _ in sums])
+        if group.updates_wait:
             self._pending_sums.update(sums)
         else:
-            self._optimizer.update(sums, self._is_updated_here)
+            optimizer.update(sums, self._filter_of(group))
 
-    def _add_to_optimizer(self, keys: Iterable[Key]) -> None:
-        assert self._optimizer is not None
+    def _add_to(self, optimizer: KeyedOptimizer, keys: Iterable[Key]) -> None:
         for key in keys:
             stored = self._entries[key].stored
-            if self._optimizer.weights.get(key) is not stored:
-                self._optimizer.add(key, stored)
+            if optimizer.weights.get(key) is not stored:
+                optimizer.add(key, stored)
 
-    _is_updated_here: Callable[[Key], bool] | None = None
-    """Function that returns True for the keys that this worker updates; None: it updates all."""
+    def _filter_of(self, group: OptimizerGroup) -> Callable[[Key], bool] | None:  # noqa: ARG002  other stores use it
+        """Return a function that returns True for the keys that this worker updates; None: it updates all."""
+        return None
 
-    def _apply_pending(self) -> None:
-        assert self._optimizer is not None
-        sums, self._pending_sums = self._pending_sums, {}
+    def _apply_pending(self, group: OptimizerGroup) -> None:
+        sums = {key: one for key, one in self._pending_sums.items() if self._groups.of(key) is group}
+        self._drop_sums(group)
         ordered = [(key, entry.stored) for key, entry in self._entries.items() if key in sums]  # a fixed order
-        self._optimizer.update([(key, sums[key].to(stored.device)) for key, stored in ordered], self._is_updated_here)
+        pairs = [(key, sums[key].to(stored.device)) for key, stored in ordered]
+        self._optimizers[group].update(pairs, self._filter_of(group))
 
-    @property
-    def learning_rate(self) -> float:  # noqa: D102  inherited
-        self._check_open()
-        return self._needs_optimizer("learning_rate").learning_rate
+    def _rate_of(self, group: OptimizerGroup) -> float:
+        return self._optimizers[group].learning_rate
 
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
-        self._check_open()
-        check_learning_rate(learning_rate)
-        optimizer = self._needs_optimizer("set_learning_rate")
+    def _set_rate(self, group: OptimizerGroup, rate: float) -> None:
+        self._run_exclusive(lambda: setattr(self._optimizers[group], "learning_rate", rate))
 
-        def change() -> None:
-            optimizer.learning_rate = learning_rate
+    def _state_of(self, group: OptimizerGroup) -> OptimizerState:
+        return self._run_exclusive(self._optimizers[group].state)
 
-        self._run_exclusive(change)
-
-    def optimizer_state(self) -> OptimizerState:  # noqa: D102  inherited
-        self._check_open()
-        optimizer = self._needs_optimizer("optimizer_state")
-        return self._run_exclusive(optimizer.state)
-
-    def load_optimizer_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
-        self._check_open()
-        optimizer = self._needs_optimizer("load_optimizer_state")
+    def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:
+        state, optimizer = read(), self._optimizers[group]
 
         def load() -> None:
-            for key, entry in self._entries.items():
-                optimizer.add(key, entry.stored)
+            self._add_to(optimizer, self._keys_of(group))
             optimizer.load_state(state)
 
         self._run_exclusive(load)
 
-    def _needs_optimizer(self, call: str) -> KeyedOptimizer:
-        if self._optimizer is None:
-            raise RuntimeError(f"{call} needs an optimizer; call set_optimizer first")
-        return self._optimizer
+    def _keys_of(self, group: OptimizerGroup) -> list[Key]:
+        return [key for key in self._entries if self._groups.of(key) is group]
 
     def _init(self, pairs: Pairs, async_op: bool) -> Work:
         def init() -> None:
@@ -210,7 +215,11 @@ class LocalStore(KVStore):
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
-            is_plain = self._updater is None and self._optimizer is None and self._compressed is None
+            is_plain = (
+                self._updater is None
+                and self._compressed is None
+                and (not self._optimizers or self._optimizer_of(next(iter(keys_of(values)))) is None)
+            )
             replaces = self._is_alone and is_plain
             if replaces:
                 self._place(values)
@@ -239,9 +248,10 @@ class LocalStore(KVStore):
         given = flat
 
         def fuse() -> None:
-            if self._optimizer is not None:
+            optimizer = self._optimizer_of(bucket.keys[0])
+            if optimizer is not None:
                 for key in bucket.keys:
-                    self._optimizer.check(key, self._entries[key].stored)
+                    optimizer.check(key, self._entries[key].stored)
             device = self._device_of(bucket)
             flat = _Flat(bucket, given if given is not None and given.device == device else bucket.empty(device))
             if flat.stored is given and given.is_cuda:  # the user may drop it while a call runs
@@ -249,8 +259,8 @@ class LocalStore(KVStore):
             for key, view in bucket.views(flat.stored).items():
                 self._unfuse(key)
                 self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
-                if self._optimizer is not None:
-                    self._optimizer.add(key, view)
+                if optimizer is not None:
+                    optimizer.add(key, view)
             self._flats[bucket] = flat
             self._is_shared |= flat.stored is given
 
@@ -339,12 +349,13 @@ class LocalStore(KVStore):
             pairs = [pair for pair in pairs if pair[1] and weight]
         self._place(pairs)
         pairs = merged(pairs)
-        if self._optimizer is not None:
-            self._optimizer.check_kinds(pairs)
+        optimizer = self._optimizer_of(pairs[0][0]) if pairs else None
+        if optimizer is not None:
+            optimizer.check_kinds(pairs)
         if self._compressed is not None:
             pairs = self._compressed.through([(key, values, self._entries[key].stored.device) for key, values in pairs])
-        if self._optimizer is not None:
-            self._apply(self._sums(pairs, own=self._optimizer.modifies_gradient))
+        if optimizer is not None:
+            self._apply(self._sums(pairs, own=optimizer.modifies_gradient))
         elif self._updater is not None:
             for pair in pairs:  # one by one: an updater may call the store, and change the next key
                 [(key, total)] = self._sums([pair], own=True)
@@ -356,7 +367,7 @@ class LocalStore(KVStore):
         """Merge keys of a bucket, in one sum over all of them if every device gave a flat tensor."""
         if weight == 0:
             keys = []
-        flat, optimizer = self._flats.get(bucket), self._optimizer
+        flat, optimizer = self._flats.get(bucket), self._optimizer_of(bucket.keys[0])
         flats = [value for value in values if isinstance(value, torch.Tensor)]
         gradients: Mapping[Key, torch.Tensor] | None = None  # usable by the optimizer in place
         if flat is not None and optimizer is not None and not optimizer.modifies_gradient and not self.compresses:
@@ -365,21 +376,23 @@ class LocalStore(KVStore):
             self._apply([*gradients.items()])
         elif flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
             self._merge(by_key(bucket, values, keys), weight)
-        elif self._optimizer is None and len(keys) == len(bucket.slots):
+        elif optimizer is None and len(keys) == len(bucket.slots):
             reduce(flats, out=flat.stored)
         else:
-            self._merge_flat(bucket, flat, flats, keys)
+            self._merge_flat(optimizer, flat, flats, keys)
 
-    def _merge_flat(self, bucket: Bucket, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]) -> None:
+    def _merge_flat(
+        self, optimizer: KeyedOptimizer | None, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]
+    ) -> None:
         total = values[0]
-        own = self._optimizer is not None and self._optimizer.modifies_gradient
+        own = optimizer is not None and optimizer.modifies_gradient
         if len(values) > 1 or own or total.device != flat.stored.device:
             if flat.sum is None:
-                flat.sum = bucket.empty(flat.stored.device)
+                flat.sum = flat.bucket.empty(flat.stored.device)
             total = flat.sum
             reduce(values, out=total)
         sums = flat.views(total)
-        if self._optimizer is not None:
+        if optimizer is not None:
             self._apply([(key, sums[key]) for key in keys])
         else:
             for key in keys:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
+from gangline.collectives import environments
+from gangline.collectives.environments.variables import check_variables
 from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.default_store import default_store
 from gangline.kvstore.interface import KVStore
 
 # Name -> "module:class". Modules are imported at first use, because importing the parameter server is slow.
@@ -50,6 +53,9 @@ def create(name: str = "local", **options: Any) -> KVStore:
     - ``dist_device_sync`` (``dist_device``), ``dist_device_async``: as the two above; each worker sums over its own
       devices on the devices instead of on the host.
 
+    ``auto`` is the store of the job in the environment: ``dist_sync`` with servers, else ``allreduce``; ``device`` with
+    a single worker.
+
     As in MXNet, the words of these names may have any order, such as ``dist_async_device``.
 
     A store of several processes needs a job in the environment, as `gangline launch` or torchrun sets it. Creating it
@@ -75,12 +81,16 @@ def create(name: str = "local", **options: Any) -> KVStore:
     """
     if not isinstance(name, str):
         raise TypeError(f"the store's name is {name!r}; expected a str")
+    if name == "auto":
+        name = default_store()
     if name in _registered:
         return _registered[name](name, **options)
     place = _find(name)
     if place is None:
-        known = sorted([*_BUILT_IN, *_registered])
+        known = sorted(["auto", *_BUILT_IN, *_registered])
         raise ValueError(f"there is no store named {name!r};{did_you_mean(name, known)} expected one of {known}")
+    if name in IN_PROCESS and environments.find() is None:  # in a job rank 0 warns
+        check_variables()
     module, _, class_name = place.partition(":")
     store: KVStore = getattr(import_module(f"gangline.kvstore.{module}"), class_name)(name, **options)
     return store
@@ -109,7 +119,7 @@ def register(*names: str) -> Callable[[Store], Store]:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a store's name is {name!r}; expected a str")
-        if place := _find(name):
+        if place := "auto" if name == "auto" else _find(name):
             raise ValueError(f"a store named {name!r} is registered already: {place.partition(':')[2]}")
         if name in _registered:
             raise ValueError(f"a store named {name!r} is registered already: {_registered[name].__qualname__}")

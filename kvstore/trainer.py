@@ -14,7 +14,8 @@ from torch import nn
 
 from gangline.collectives.eager import run_eagerly
 from gangline.kvstore.arguments import Value, check_shard
-from gangline.kvstore.interface import KVStore
+from gangline.kvstore.interface import KVStore, check_kept
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
@@ -46,9 +47,9 @@ class Trainer(NetworkState):
     worker ``step(n)`` equals torch's ``optimizer.step()``. A parameter without a gradient on any worker is not updated.
 
     Parameters written between two steps, by ``load_state_dict`` or ``p.data = x`` for example, must be written on all
-    workers. The next `step` then takes rank 0's values. With several workers, in-place writes through ``.data``, such
-    as ``p.data.clamp_()``, are detected only in loops that make some in the first steps. ``with torch.no_grad():
-    p.clamp_()`` is always detected.
+    workers. The next `step` then takes rank 0's values. In-place writes through ``.data``, such as ``p.data.clamp_()``,
+    are a RuntimeError of a later step in two cases with several workers: to weights on GPUs, in loops that make none in
+    the first steps, and to rows of a table with sparse gradients. ``with torch.no_grad(): p.clamp_()`` always works.
 
     After the first step the parameters are views of flat buckets. With one worker the store updates them in place.
 
@@ -69,7 +70,7 @@ class Trainer(NetworkState):
         params: Parameters,
         optimizer: Any,
         optimizer_params: Mapping[str, Any] | None = None,
-        kvstore: str | KVStore = "device",
+        kvstore: str | KVStore = "auto",
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
         *,
@@ -84,7 +85,7 @@ class Trainer(NetworkState):
                 in the store are the names, or numbers from 0 for parameters without names.
             optimizer: name or class of torch.optim, as for `KVStore.set_optimizer`.
             optimizer_params: arguments of the optimizer, as for `OptimizerSpec.parse`.
-            kvstore: a store, or the name of one to create.
+            kvstore: a store, or the name of one to create; "auto": the store of the job, see `create`.
             compression_params: as for `KVStore.set_gradient_compression`; None: no compression.
             update_on_kvstore: MXNet's argument. The store updates the weights; False is refused with several workers.
             loss_reduction: "mean" or "sum": reduction of the loss over the samples.
@@ -115,21 +116,19 @@ class Trainer(NetworkState):
         try:
             if update_on_kvstore is False and self.kvstore.num_workers > 1:
                 raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
-            held = [key for key in self._parameters if key in self.kvstore]
-            if held:
-                raise ValueError(
-                    f"the {self.kvstore.type!r} store holds keys {held} already; give each trainer its own"
-                )
-            if compression_params is not None:
-                self.kvstore.set_gradient_compression(compression_params)
-            self._join_workers(params, spec, shard, memory)
+            self._join_workers(params, spec, shard, memory, compression_params)
         except BaseException:  # raised again
             if isinstance(kvstore, str):
                 self.kvstore.close()
             raise
 
     def _join_workers(
-        self, params: Parameters, spec: OptimizerSpec, shard: str | None, memory: Sequence[float] | str
+        self,
+        params: Parameters,
+        spec: OptimizerSpec,
+        shard: str | None,
+        memory: Sequence[float] | str,
+        compression: Mapping[str, Any] | None,
     ) -> None:
         self._is_accumulating = False
         self._accumulated: dict[Key, Value] = {}  # sums over the samples since the last update
@@ -145,14 +144,21 @@ class Trainer(NetworkState):
         self._network = network if shard == "weights" else None
         self._sharded = None
         self._written: WrittenWeights | None = None  # sharded weights are not in the store
-        self._optimizer: KVStore | OwnedKeys = self.kvstore  # with its learning rate and state
+        self._optimizer: OptimizerGroup | OwnedKeys  # with its learning rate and state
         self._reducer: Reducer | ShardedWeights
         if self._network is not None and self.kvstore.num_workers > 1:
+            self.kvstore.attach("Trainer", self._parameters, None, compression=compression)
             trained = list(self._trained.values())
             self._reducer = self._sharded = ShardedWeights(trained, self._network, self.kvstore, memory)
             self._optimizer = OwnedKeys(spec, self._sharded, self.kvstore)
             self._reducer.begin([0], push_early=False)
             return
+        shard = None if shard == "weights" else shard
+        group = self.kvstore.attach(
+            "Trainer", self._parameters, spec, shard=shard, memory=memory, compression=compression
+        )
+        assert group is not None
+        self._optimizer = group
         weights = list(self._parameters.values())
         on_gpus = any(weight.is_cuda for weight in weights)
         keeps_memory = on_gpus and (network is None or len({weight.device for weight in weights}) > 1)
@@ -162,9 +168,9 @@ class Trainer(NetworkState):
             loose=self._trained if keeps_memory else () if network is None else cudnn_weights(network),
             sparse=() if network is None else sparse_tables(network),
             in_place=self.kvstore.num_workers == 1,
+            group=group,
         )
         try:  # last, because keys cannot be removed from the store
-            self.kvstore.set_optimizer(spec, shard=None if shard == "weights" else shard, memory=memory)
             self.kvstore.broadcast(list(self._parameters), weights, weights)
         except BaseException:  # raised again
             self._reducer.close()
@@ -284,16 +290,21 @@ class Trainer(NetworkState):
         if ignore_stale_grad:
             gradients = {key: parameter.grad for key, parameter in self._parameters.items()}
             self._used = {key: (weakref.ref(one), one._version) for key, one in gradients.items() if one is not None}
-        self._note_weights()
+        if self._written is not None:
+            self._written.note(after_step=True)
 
-    def keep(self, state: Any = None) -> None:
+    def keep(self, state: Any) -> None:
         """Save this worker's weights and the loop's state between two steps, for a restart of this worker alone.
 
         It has an effect only with a dist_sync store under `gangline launch --restart-processes`.
 
         Args:
             state: picklable state that the next step depends on: its number, random states, buffers.
+
+        Raises:
+            ValueError: if the state is None, which `kept` returns in a first start.
         """
+        check_kept(state)
         if self._written is not None and isinstance(self._reducer, Reducer):
             self._reducer.keep([state, self._written.steps, self._written.writes_data])
 
@@ -490,7 +501,7 @@ class Trainer(NetworkState):
 
     def _assign_changes(self) -> None:
         if self._has_failed:
-            self.kvstore.drop_updates()
+            self.kvstore.drop_updates(group=self._reducer.group if isinstance(self._reducer, Reducer) else None)
             self._has_failed = False
         if self._written is not None:
             frozen = [key for key in self._written.assign() if key not in self._trained]

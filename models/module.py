@@ -18,7 +18,7 @@ from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
 from gangline.kvstore.arguments import check_shard
 from gangline.kvstore.compression import parse
-from gangline.kvstore.default_store import job_store
+from gangline.kvstore.default_store import default_store, job_store
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
@@ -390,8 +390,9 @@ class Module:
         Collective with a store of several workers; rank 0's parameters and buffers are used.
 
         Args:
-            kvstore: a store, the name of one, or None. "auto": the job's store with context "parallel", else "device"
-                if all contexts are GPUs, else "local". A single context needs no store, and none is created for a name.
+            kvstore: a store, the name of one, or None. "auto": the job's store in a job of several workers and with
+                context "parallel", else "device" if all contexts are GPUs, else "local". A single context needs no
+                store, and none is created for a name.
             optimizer: name or class from torch.optim; see `OptimizerSpec.parse`.
             optimizer_params: its arguments, by torch's names or MXNet's.
 
@@ -435,7 +436,9 @@ class Module:
         state = state.of_keys(lambda name: json.dumps(name) in trained)
         shapes = {name: shape for name, shape in state.shapes.items() if name in trained}
         self._pending_optimizer_state = replace(state, shapes=shapes)
+        set_by_fit = self.run_state.optimizer_set_by_fit
         self.init_optimizer(*self.optimizer_request)
+        self.run_state.optimizer_set_by_fit = set_by_fit
         self.set_learning_rate(rate)
 
     def _resolve_store(self, kvstore: str | KVStore | None) -> str | KVStore | None:
@@ -443,6 +446,8 @@ class Module:
         if self._job_store is None:
             if kvstore != "auto":
                 return kvstore
+            if (store := default_store()) != "device":
+                return store
             return "device" if all(context.device_type == "gpu" for context in self.contexts) else "local"
         if kvstore in ("auto", "local", None):
             return self._job_store
@@ -530,7 +535,10 @@ class Module:
         Raises:
             ValueError: if the batch sizes of data and label differ, or there are no samples.
         """
-        self._step.forward(*_unpack(data, label), train=self._for_training if is_train is None else is_train)
+        train = self._for_training if is_train is None else is_train
+        if train:
+            self._begin_training()
+        self._step.forward(*_unpack(data, label), train=train)
 
     def backward(self, out_grads: Any = None) -> None:
         """Compute gradients of the last forward's loss, or from gradients of its outputs.
@@ -562,6 +570,7 @@ class Module:
 
         With ``work_load_list="auto"`` a batch that does not fit into a context's memory is run again in micro-steps.
         """
+        self._begin_training()
         self._step.forward_backward(*_unpack(data, label))
 
     def forward_backward_update(self, data: Any, label: Any = None) -> None:
@@ -572,7 +581,12 @@ class Module:
         been pushed. With ``work_load_list="auto"`` a batch that does not fit into memory is run again in micro-steps;
         buckets that had been pushed count once.
         """
+        self._begin_training()
         self._step.forward_backward_update(*_unpack(data, label))
+
+    def _begin_training(self) -> None:
+        if self._step.unfrozen():
+            self.train_unfrozen()
 
     def drop_gradients(self) -> None:
         """Discard gradients that no `update` has used."""

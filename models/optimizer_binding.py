@@ -13,6 +13,7 @@ from torch import nn
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.kvstore import KVStore, create
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
@@ -139,22 +140,26 @@ class StoreOptimizer(OptimizerBinding):
 
     store: KVStore
 
-    def __init__(self, replicas: Replicas, store: KVStore, workers: Workers, *, owns_store: bool) -> None:
+    def __init__(
+        self, replicas: Replicas, store: KVStore, workers: Workers, group: OptimizerGroup, *, owns_store: bool
+    ) -> None:
         """Register the reducer's hooks; the store must hold the weights already."""
         self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
-        self._continues = not (store.is_restarted or store.is_elastic)  # or `kept` was called
+        self.group = group
         uses_gpu = any(replica.context.device_type == "gpu" for replica in replicas.all)
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
             store,
             loose={plain_name(name) for name in cudnn_weights(replicas.first.network)} if uses_gpu else (),
             sparse={plain_name(name) for name in sparse_tables(replicas.first.network)},
+            group=group,
+            continues_by="a Module without fit",
         )
         self._written = WrittenWeights(replicas.first.parameters, self._reducer, store, sums_bits=True)
 
     def begin_forward(self, *, train: bool) -> None:  # noqa: D102  inherited
         if not train:
-            for name in self._written.find():
+            for name in self._written.find() if len(self._replicas.all) > 1 else ():
                 first, *others = self._replicas.weights(name)
                 for other in others:
                     other.copy_(first)
@@ -164,21 +169,21 @@ class StoreOptimizer(OptimizerBinding):
 
     @property
     def learning_rate(self) -> float:  # noqa: D102  inherited
-        return self.store.learning_rate
+        return self.group.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
-        self.store.set_learning_rate(learning_rate)
+        self.group.set_learning_rate(learning_rate)
 
     def begin_backward(  # noqa: D102  inherited
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
     ) -> None:
-        if not (self._continues or self.workers.has_begun):
+        if self.store.is_elastic and not self.workers.has_begun:
             self.store.check_not_restarted("training by a Module without fit")
         self._reducer.begin(active, push_early=push_early, weight=weight, rerun=rerun)
 
     def update(self, weight: float | None = None) -> None:  # noqa: D102  inherited
         self._reducer.finish(weight)
-        self._written.note()
+        self._written.note(after_step=True)
 
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
         if self.workers.has_others:
@@ -207,12 +212,12 @@ class StoreOptimizer(OptimizerBinding):
 
     def state(self) -> OptimizerState:  # noqa: D102  inherited
         trained = self._replicas.first.parameters  # the store may also hold weights that only an earlier fit trained
-        state = self.store.optimizer_state().of_keys(trained.__contains__)
+        state = self.store.optimizer_state(group=self.group).of_keys(trained.__contains__)
         shapes = {name: shape for name, shape in state.shapes.items() if json.loads(name) in trained}
         return replace(state, shapes=shapes)
 
     def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
-        self.store.load_optimizer_state(state)
+        self.store.load_optimizer_state(state, group=self.group)
 
     def keep(self, state: Any) -> None:
         """Save a state and the store's state on this worker between two steps; see `KVStore.keep`."""
@@ -222,9 +227,6 @@ class StoreOptimizer(OptimizerBinding):
         """Restore the store on this worker and return the state saved before a restart; None if there is none."""
         found = self._reducer.kept()
         self._written.note()
-        self._continues = True
-        if found is None and self.store.is_restarted and self.store.first_step:
-            self.store.check_not_restarted("training by a Module of which nothing was kept")
         return found
 
     def release_parameters(self) -> None:  # noqa: D102  inherited
@@ -243,7 +245,6 @@ class ShardedOptimizer(OptimizerBinding):
     def __init__(
         self, weights: ShardedWeights, spec: OptimizerSpec, store: KVStore, workers: Workers, *, owns_store: bool
     ) -> None:
-        store.check_not_restarted("training with shard='weights'")
         self.weights, self.workers, self.store, self.owns_store = weights, workers, store, owns_store
         self._keys = OwnedKeys(spec, weights, store)
         self._optimizer = self._keys.optimizer
@@ -357,22 +358,23 @@ def bind_optimizer(
         else Workers(store, options.num_contexts, measures_loads=options.measures_loads)
     )
     if owns_store and len(replicas.all) == 1 and store.num_workers == 1:
+        store.attach("Module", (), None)
         store.close()
         return OptimizerBinding(replicas, optimizer)
     if options.shard == "weights" and store.num_workers > 1:
         first = replicas.first
         _check_no_max_norm(first.network)
         replicas.divided = ShardedWeights(list(first.parameters.values()), first.network, store, options.memory)
+        store.attach("Module", (), None)
         binding = ShardedOptimizer(replicas.divided, spec, store, workers, owns_store=owns_store)
         if state is not None:
             binding.load_state(state)
         return binding
-    if options.compression is not None:
-        store.set_gradient_compression(options.compression)
-    _init_store(store, replicas, spec, options, holds_weights=store is previous.store)
+    before = previous.group if isinstance(previous, StoreOptimizer) and store is previous.store else None
+    group = _init_store(store, replicas, spec, options, before)
     if state is not None:
-        store.load_optimizer_state(state)
-    return StoreOptimizer(replicas, store, workers, owns_store=owns_store)
+        store.load_optimizer_state(state, group=group)
+    return StoreOptimizer(replicas, store, workers, group, owns_store=owns_store)
 
 
 def _own_store(name: str, previous: OptimizerBinding) -> KVStore:
@@ -387,21 +389,29 @@ def _own_store(name: str, previous: OptimizerBinding) -> KVStore:
 
 
 def _init_store(
-    store: KVStore, replicas: Replicas, spec: OptimizerSpec, options: StoreOptions, *, holds_weights: bool
-) -> None:
+    store: KVStore, replicas: Replicas, spec: OptimizerSpec, options: StoreOptions, before: OptimizerGroup | None
+) -> OptimizerGroup:
     """Give the store the optimizer and the replicas' weights."""
     _check_no_max_norm(replicas.first.network)
     names = list(replicas.first.parameters)
     held = [name for name in names if name in store]
-    if held and not holds_weights:
-        raise ValueError(f"the {store.type!r} store holds keys {held} already; give each module a store of its own")
-    store.set_optimizer(spec, shard=None if options.shard == "weights" else options.shard, memory=options.memory)
+    group = store.attach(
+        "Module",
+        names,
+        spec,
+        shard=None if options.shard == "weights" else options.shard,
+        memory=options.memory,
+        compression=options.compression,
+        replaces=before,
+    )
     if store.is_elastic:  # before the first pull, with which workers that join take part
         replicas.load_untrained(store.group.broadcast(replicas.untrained(), "init_optimizer"))
     new = [name for name in names if name not in held]
     store.broadcast(new, [replicas.weights(name)[0] for name in new], [replicas.weights(name) for name in new])
     if held:
         _assign(store, replicas, held)
+    assert group is not None
+    return group
 
 
 def _assign(store: KVStore, replicas: Replicas, names: Sequence[str]) -> None:

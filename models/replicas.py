@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from gangline.collectives.context import Context
+from gangline.kvstore.reducer.reducer import Reducer
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.models.batchnorm.running_statistics import Buffers, averaged, averaged_over
 from gangline.models.names import as_named_by, buffers_of, parameters_of, plain_name, state_of
@@ -72,6 +75,7 @@ class Replicas:
         self.all: list[Replica] = []
         self._saved_buffers: list[torch.Tensor] = []
         self._noted: list[tuple[int, int]] = []
+        self._gradients: list[dict[str, tuple[torch.Tensor, int]]] = []
         self.divided: ShardedWeights | None = None
         """The sharded weights of the only replica; None if weights are not sharded."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
@@ -108,6 +112,45 @@ class Replicas:
             for parameter, target in zip(first, copies, strict=True):
                 if target.requires_grad != parameter.requires_grad:
                     target.requires_grad_(parameter.requires_grad)
+
+    def copy_hooks(self) -> None:
+        """Give the parameters of all replicas the hooks of the user's network; each gets its replica's gradient."""
+        first, *others = [replica.all_parameters for replica in self.all]
+        for copies in others:
+            for parameter, target in zip(first, copies, strict=True):
+                if target._backward_hooks is not parameter._backward_hooks:
+                    target._backward_hooks = parameter._backward_hooks
+                hooks = _users_hooks(parameter)
+                if hooks != _users_hooks(target):
+                    own = target._post_accumulate_grad_hooks or {}
+                    reducers = {number: hook for number, hook in own.items() if _is_reducers(hook)}
+                    target._post_accumulate_grad_hooks = OrderedDict(hooks | reducers)
+
+    def note_gradients(self) -> None:
+        """Record the gradients after a backward, for `take_written_gradients`."""
+        self._gradients = [
+            {name: (one.grad, one.grad._version) for name, one in replica.parameters.items() if one.grad is not None}
+            for replica in self.all
+        ]
+
+    def take_written_gradients(self, *, by_all: bool) -> list[str]:
+        """Return the names of parameters whose gradient in the user's network was written since `note_gradients`.
+
+        Without ``by_all``, leave out those whose gradients were written in all replicas. The record is dropped.
+        """
+        noted, self._gradients = self._gradients, []
+        written = [
+            {
+                name: (one := replica.parameters[name].grad) is not gradient or one._version != version
+                for name, (gradient, version) in known.items()
+            }
+            for known, replica in zip(noted, self.all, strict=False)
+        ]
+        return [
+            name
+            for name, is_written in (written[0] if written else {}).items()
+            if is_written and (by_all or not all(of.get(name, True) for of in written))
+        ]
 
     def note(self) -> None:
         """Record the state of the user's network after a pass, for `copy_written`."""
@@ -174,6 +217,7 @@ class Replicas:
 
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
+        self._gradients = []
         for replica in self.all:
             for parameter in replica.all_parameters:
                 parameter.grad = None
@@ -312,6 +356,16 @@ def _trained(network: nn.Module) -> dict[str, nn.Parameter]:
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def _users_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """Return the hooks after accumulation that are not the reducer's, by number."""
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return {number: hook for number, hook in hooks.items() if not _is_reducers(hook)}
+
+
+def _is_reducers(hook: Any) -> bool:
+    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Reducer)
 
 
 def _write_state(tensor: torch.Tensor) -> tuple[int, int]:

@@ -73,7 +73,6 @@ class TrainingStep:
         self._divisor: float | None = None  # of the batch's summed loss; None while it is unknown
         self._first_sample = 0  # of this worker, within the batch of all workers
         self._has_no_samples = False
-        self._unfrozen: list[str] = []
         self._accumulation = GradientAccumulation()
         self._input_factor = 1.0  # turns gradients of the inputs into those of the batch's own mean
         self._gradients_used = True
@@ -97,6 +96,17 @@ class TrainingStep:
     def normalizer(self) -> float:
         """Normalizer of the last forward's summed loss, on this worker."""
         return 1.0 if self._loss.is_sum else sum((share.count for share in self._shares), 0.0)
+
+    def unfrozen(self) -> list[str]:
+        """Return the names of parameters that require gradients now and were frozen when the optimizer was set.
+
+        Raises:
+            RuntimeError: if there are some while gradients wait for `update`.
+        """
+        names = self._executor.replicas.unfrozen() if self.optimizer.is_set and self._executor.is_bound else []
+        if names and not self._gradients_used:
+            raise RuntimeError(f"{', '.join(names)} were unfrozen between backward() and update(); call update() first")
+        return names
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -155,14 +165,8 @@ class TrainingStep:
     def _begin_batch(self, data: Batch | None) -> None:
         self._begin_forward(train=True)
         replicas = self._executor.replicas
-        names = replicas.unfrozen() if self.optimizer.is_set else []
-        if names and names != self._unfrozen:
-            self._logger.warning(
-                f"not trained, because frozen when the optimizer was set: {', '.join(names)}; call init_optimizer() "
-                "again after unfreezing, or unfreeze between two calls of fit()"
-            )
-        self._unfrozen = names
         replicas.copy_frozen()
+        replicas.copy_hooks()
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample
         elif self._executor.dropout_by_sample and self.workers.in_step:
@@ -216,7 +220,7 @@ class TrainingStep:
                 self._record_times()
             else:
                 self._backward_from_outputs(out_grads)
-        self._gradients_used = False
+        self._note_gradients()
 
     def _backward_from_outputs(self, out_grads: Any) -> None:
         grads = as_batch(out_grads, "out_grads")
@@ -342,6 +346,12 @@ class TrainingStep:
         replicas = self._executor.replicas
         finite = all_finite(replicas.all_gradients()) if self._loss_scale is not None else None
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
+        if names := replicas.take_written_gradients(by_all=self.workers.has_others):
+            raise RuntimeError(
+                f"gradients of {', '.join(names)} were written between backward() and update(), but they are a part of "
+                "the sum over all contexts and workers; expected clip_global_norm, clip_norm or clip_gradient in "
+                "optimizer_params, or register_hook() of the parameter for what may be done to each part"
+            )
         factor = self._accumulation.factor / self._scale
         if factor != 1.0:
             replicas.scale_gradients(factor)
@@ -353,6 +363,11 @@ class TrainingStep:
         except BaseException as error:
             self.optimizer.abandon(error)
             raise
+
+    def _note_gradients(self) -> None:
+        self._gradients_used = False
+        if self.workers.has_others or len(self._executor.replicas.all) > 1:
+            self._executor.replicas.note_gradients()
 
     def _log_skipped(self, loss_scale: LossScale) -> None:
         """Log a skipped step at debug level, and as a warning after `_SKIPPED_STEPS` of them in a row."""
@@ -417,7 +432,7 @@ class TrainingStep:
             else:
                 self._run_in_parts(balancer, data, label, push_early)
         self._run_state.step += 1
-        self._gradients_used = False
+        self._note_gradients()
         self._record_times()
 
     def _run_whole(self, data: Batch | None, label: Batch | None, push_early: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import gangline
 from gangline import spawn
+from gangline.collectives.environments.variables import VARIABLES
 from tests import printed
 from tests.programs import ROOT, product_files
 
@@ -132,3 +133,4 @@ def test_the_page_of_environment_variables_is_complete() -> None:
     files = product_files("collectives", "kvstore", "models", "gangline/cli")
     read = {name for file in files for name in ours.findall(file.read_text())}
     assert read == {name for name in documented if ours.match(name)}
+    assert {name for name in documented if name.startswith("GANGLINE_")} == VARIABLES

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,15 +20,11 @@ def test_code_blocks_run_as_printed(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if "__main__" in code:  # a script that its ranks import
-        (tmp_path / "script.py").write_text(code)
-        subprocess.run([sys.executable, "script.py"], check=True, timeout=60)
-        return
     exec(compile(code, "README.md", "exec"), {})
     if "print" in code:
-        printed = capsys.readouterr().out
-        accuracy = re.fullmatch(r"\[\('accuracy', (0\.\d+)\)\]\n", printed)
-        assert float(accuracy[1]) > 0.9 if accuracy else printed == "tensor([-2., -2., -2.])\n"
+        accuracy = re.fullmatch(r"\[\('accuracy', (0\.\d+)\)\]\n", capsys.readouterr().out)
+        assert accuracy is not None
+        assert float(accuracy[1]) > 0.9
 
 
 def test_the_readme_fits_on_a_few_screens_and_its_first_block_is_ten_lines_at_most() -> None:

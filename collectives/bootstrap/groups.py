@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from gangline.collectives.bootstrap import rendezvous
 from gangline.collectives.engine.engine import GroupResources, GroupSettings
 from gangline.collectives.engine.host_collectives import HostCollectives
+from gangline.collectives.environments import LOOPBACK
+from gangline.collectives.errors import name_ranks
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.clock import clock_identity, measure_offsets
 from gangline.collectives.liveness.membership import (
@@ -17,8 +20,10 @@ from gangline.collectives.liveness.membership import (
     ProcessMembership,
     ThreadMembership,
 )
+from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.timeline import recorder
+from gangline.collectives.transports.addresses import is_loopback, reachable_address
 from gangline.collectives.transports.base import BootstrapAllGather, Transport, within
 from gangline.collectives.transports.hybrid import HybridTransport
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
@@ -41,7 +46,7 @@ def open_group(
     *,
     transport: str = "auto",
     timeout: float | None = None,
-    tcp_host: str = "127.0.0.1",
+    tcp_host: Callable[[], str] = lambda: LOOPBACK,
 ) -> GroupResources:
     """Connect processes. Collective: all ranks must call it.
 
@@ -54,38 +59,65 @@ def open_group(
         transport: "auto" (shared memory within a host, tcp between hosts), or "shared_memory", "ipc" or "tcp" for all
             ranks. GANGLINE_TRANSPORT overrides it, and rank 0's choice overrides the others'.
         timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
-        tcp_host: address of this host for the other hosts.
+        tcp_host: returns the address of this host for the other hosts.
 
     Raises:
-        ValueError: if the transport is unknown or cannot connect these ranks, or a GANGLINE_ variable is invalid.
+        ValueError: on all ranks, if on one of them the transport is unknown or cannot connect these ranks, or a
+            GANGLINE_ variable is invalid.
         OSError: if "shared_memory" was requested and the ranks cannot share memory.
         GanglineError: if a rank does not join in time.
     """
+    timeline = recorder.current
+    problem: Exception | None = None
+    try:
+        host, bounds = tcp_host(), limits()
+        own = {
+            "host": rendezvous.host_identity(),
+            "network": kernel_identity("net"),
+            "outward": reachable_address() if is_loopback(host) else host,
+            "transport": _requested(transport, timeout),
+            "table": Table.from_environment().to_json() if rank == 0 else "",
+            "clock": "" if timeline is None else clock_identity(),
+        }
+    except (OSError, RuntimeError, ValueError) as error:
+        problem, own = error, {"problem": f"{type(error).__name__}: {error}"}
+    every_rank: list[dict[str, str]] = [json.loads(packed) for packed in exchange(json.dumps(own).encode())]
+    if problem is not None:
+        raise problem
+    if problems := [f"rank {other}: {one['problem']}" for other, one in enumerate(every_rank) if "problem" in one]:
+        raise ValueError("; ".join(problems))
+    requested, clock = every_rank[0]["transport"], every_rank[0]["clock"]
+    if len({one["clock"] for one in every_rank if one["clock"]} | {clock}) > 1:
+        measure_offsets(rank, exchange, timeline)
+    if timeline is not None:
+        timeline.set_process(f"rank {rank}")
+    hosts = rendezvous.number_hosts([one["host"] for one in every_rank])
+    has_several_hosts = len(set(hosts)) > 1
+    if has_several_hosts and requested in ("shared_memory", "ipc"):
+        raise ValueError(f"transport is {requested!r}, but the ranks are on hosts {hosts}; expected auto or tcp")
+    if len({one["network"] for one in every_rank}) > 1:  # containers may share one, and with it loopback
+        if confined := [other for other, one in enumerate(every_rank) if is_loopback(one["outward"])]:
+            raise ValueError(
+                f"{name_ranks(confined)} of {size} offers a loopback address, which the other hosts cannot reach; "
+                "connect its host to their network, and name the network interface there in GANGLINE_INTERFACE"
+            )
+        host = own["outward"]
+    address = f"tcp://{host}" if has_several_hosts or requested == "tcp" else "ipc"
+    membership = ProcessMembership(
+        rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
+    )
+    settings = GroupSettings(requested, address, Table.from_json(every_rank[0]["table"]), timeout)
+    return _connect_processes(membership, hosts, exchange, settings)
+
+
+def _requested(transport: str, timeout: float | None) -> str:
+    """Return the transport to use, which the environment may force; check it and the time limit."""
     requested = forced_transport() or transport
     if requested not in _REQUESTS:
         raise ValueError(f"transport is {requested!r}; expected one of {', '.join(_REQUESTS)}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}; expected seconds above 0")
-    timeline = recorder.current
-    clock = "" if timeline is None else clock_identity()
-    blob = json.dumps([rendezvous.host_identity(), requested, Table.from_environment().to_json(), clock])
-    every_rank = [json.loads(packed) for packed in exchange(blob.encode())]
-    hosts = rendezvous.number_hosts([identity for identity, *_ in every_rank])
-    _, requested, table, clock = every_rank[0]
-    if len({one for *_, one in every_rank if one} | {clock}) > 1:
-        measure_offsets(rank, exchange, timeline)
-    if timeline is not None:
-        timeline.set_process(f"rank {rank}")
-    has_several_hosts = len(set(hosts)) > 1
-    if has_several_hosts and requested in ("shared_memory", "ipc"):
-        raise ValueError(f"transport is {requested!r}, but the ranks are on hosts {hosts}; expected auto or tcp")
-    address = f"tcp://{tcp_host}" if has_several_hosts or requested == "tcp" else "ipc"
-    bounds = limits()
-    membership = ProcessMembership(
-        rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
-    )
-    settings = GroupSettings(requested, address, Table.from_json(table), timeout)
-    return _connect_processes(membership, hosts, exchange, settings)
+    return requested
 
 
 def open_in_process(size: int, *, timeout: float | None = None) -> list[GroupResources]:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
-from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, store_errors
+from gangline.collectives.bootstrap.store_all_gather import StoreAllGather, call_within, store_errors
 from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
 from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import BOOTSTRAP_WARN_SECONDS, limits
 from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.transports import unix_sockets
-from gangline.collectives.transports.addresses import is_loopback, local_address, required_key
+from gangline.collectives.transports.addresses import is_loopback, local_address, meeting_address, required_key
 from gangline.collectives.transports.base import BootstrapAllGather
 
 _log = logging.getLogger("gangline")
@@ -58,7 +58,8 @@ class Rendezvous:
             ValueError: if a value is missing, out of range or not a number.
             StallError: if rank 0 does not open the store in time.
         """
-        self.rank, self.size, self.host, self.port = find_rank_info(rank, size, address, environment)
+        self.rank, self.size, host, self.port = find_rank_info(rank, size, address, environment)
+        self.host = meeting_address(host)
         self._timeout = time_limit(timeout)
         self._job_id = environment.get("GANGLINE_JOB_ID", "")
         self._where = f"{self.host}:{self.port}" + (f" as job {self._job_id}" if self._job_id else "")
@@ -105,7 +106,7 @@ class Rendezvous:
         address = self.host, self.port
         with store_errors(self.rank, self.size, self._server):
             if self.rank == 0 and not has_agent:
-                store = _serve_store(*address)
+                store = _serve_store(*address, self._timeout)
             elif has_agent:
                 store = _agent_stores.get(address) or _connect_store(*address, self._timeout, is_local=False)
                 _agent_stores[address] = store
@@ -135,19 +136,35 @@ _served_stores: dict[tuple[str, int], _AnyStore] = {}
 _agent_stores: dict[tuple[str, int], _AnyStore] = {}
 """Connections to the stores of torchrun's agents, which outlive this process. torch 2.13 asks the DNS for the names of
 both ends of each new connection, and waits for 5 s whenever its server does not answer."""
-os.register_at_fork(after_in_child=_agent_stores.clear)
+_stores_of_parent: dict[tuple[str, int], _AnyStore] = {}
+"""Stores that the process serves from which this one was forked; kept, as their threads do not run here."""
 
 
-def _serve_store(host: str, port: int) -> _AnyStore:
+def _leave_to_parent() -> None:
+    _agent_stores.clear()
+    _stores_of_parent.update(_served_stores)
+    _served_stores.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _serve_store(host: str, port: int, timeout: float) -> _AnyStore:
     """Serve a store until this process ends."""
     address = host, port
+    if address in _stores_of_parent:
+        raise RuntimeError(
+            f"rank 0 cannot serve the store at {host}:{port}, as the process does from which this one was forked; "
+            "choose another port"
+        )
     if address in _served_stores:
         return _served_stores[address]
     try:
         if is_loopback(host):
             _served_stores[address] = ServedStore(unix_sockets.name_of("store", port))
         else:
-            _served_stores[address] = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+            options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+            _served_stores[address] = call_within(timeout, TCPStore, host, port, **options)
     except (DistNetworkError, OSError) as error:
         raise RuntimeError(f"rank 0 cannot serve the store at {host}:{port}; choose another port: {error}") from error
     return _served_stores[address]
@@ -162,7 +179,8 @@ def _connect_store(host: str, port: int, timeout: float, *, is_local: bool) -> _
             if is_local:
                 return UnixStore(unix_sockets.name_of("store", port), timeout)
             socket.create_connection((host, port), timeout=min(max(1.0, left), BOOTSTRAP_WARN_SECONDS)).close()
-            return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+            options = {"is_master": False, "timeout": timedelta(seconds=timeout)}
+            return call_within(max(left, pause), TCPStore, host, port, **options)
         except OSError as error:
             if pause > left:
                 raise StallError(

@@ -7,9 +7,12 @@ import itertools
 import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import msgpack
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
@@ -20,9 +23,12 @@ from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError
 from gangline.collectives.limits import BOOTSTRAP_STATE_CHECK_SECONDS, BOOTSTRAP_WARN_SECONDS
 from gangline.collectives.liveness.process_state import state_of, this_process
 
+_Result = TypeVar("_Result")
 _log = logging.getLogger("gangline")
 _MARK = b"gangline-key"
 """Prefix of a blob with a code; msgpack's lists begin differently."""
+_LOOK_SECONDS_PER_RANK = 0.05
+"""Time for each rank between two looks at which ones are missing; a look asks the store for each."""
 _CODE_BYTES = _NONCE_BYTES = 32
 _SAME_KEY = f"{FILE} must name a file with the same key, and GANGLINE_JOB_ID be equal, in every process of the job"
 
@@ -61,7 +67,7 @@ class StoreAllGather:
     ) -> None:
         self.attempt = attempt
         """Number of the attempt at which the ranks meet."""
-        self._store = store
+        self._store = store if isinstance(store, ServedStore | UnixStore) else _BoundedStore(store, timeout)
         self._prefix = prefix
         self._rank = rank
         self._size = size
@@ -73,6 +79,8 @@ class StoreAllGather:
         self._session = b""
         """Random numbers of all ranks, unique to the group."""
         self._processes: list[list[str | int]] = []
+        self._late: list[int] = []
+        """Ranks that were missing when this one last looked."""
 
     def __call__(self, blob: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in rank order. Collective: all ranks must call it.
@@ -124,13 +132,13 @@ class StoreAllGather:
         return [one[length:] for one in received]
 
     def _gather(self, number: int, blob: bytes) -> list[bytes]:
-        with store_errors(self._rank, self._size, self._server):
+        with store_errors(self._rank, self._size, self._server, self._late):
             if number == 0 and self.attempt:
                 self._store.set(self._key_of_attempt(self.attempt), "")
             begin = time.monotonic()
             while True:
                 blob_keys, done_keys = self._keys(number, "blob"), self._keys(number, "done")
-                self._store.set(blob_keys[self._rank], blob)  # type: ignore[arg-type]  # the stub accepts text only
+                self._store.set(blob_keys[self._rank], blob)
                 try:
                     if self._wait(blob_keys, begin, next_attempt=self.attempt + 1 if number == 0 else None):
                         break
@@ -156,7 +164,7 @@ class StoreAllGather:
         except DistNetworkError:
             raise
         except RuntimeError:
-            _log.debug("%s cannot delete keys", type(self._store).__name__)
+            _log.debug("the store of %s cannot delete keys", self._where)
 
     def _key_of_attempt(self, attempt: int) -> str:
         return f"{self._prefix}attempt {attempt}"
@@ -176,42 +184,98 @@ class StoreAllGather:
         Returns:
             True when the store has all keys, False when ``next_attempt`` has begun.
         """
-        pause = 0.001
-        next_state_check, is_warned = begin + BOOTSTRAP_STATE_CHECK_SECONDS, False
+        pause, is_warned = 0.001, False
+        next_look = begin + min(BOOTSTRAP_STATE_CHECK_SECONDS, self._timeout / 2)
+        self._late.clear()
         while not self._store.check(keys):
             if next_attempt is not None and self._store.check([self._key_of_attempt(next_attempt)]):
                 return False
             now = time.monotonic()
-            if now >= next_state_check:
-                next_state_check = now + BOOTSTRAP_STATE_CHECK_SECONDS
-                self._check_alive(keys)
-            if now > begin + self._timeout:
+            is_over, warns = now > begin + self._timeout, not is_warned and now > begin + BOOTSTRAP_WARN_SECONDS
+            if now >= next_look or is_over or warns:
+                next_look = now + max(BOOTSTRAP_STATE_CHECK_SECONDS, _LOOK_SECONDS_PER_RANK * len(keys))
+                self._late[:] = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
+                self._check_alive()
+            if is_over and self._late:
                 raise StallError(
-                    f"{name_ranks(self._missing(keys))} of {self._size} did not reach {self._where} within "
-                    f"{self._timeout:g} s"
+                    f"{name_ranks(self._late)} of {self._size} did not reach {self._where} within {self._timeout:g} s"
                 )
-            if not is_warned and now > begin + BOOTSTRAP_WARN_SECONDS:
+            if warns:
                 is_warned = True
-                missing = name_ranks(self._missing(keys))
-                _log.warning("rank %d waits at %s for %s of %d", self._rank, self._where, missing, self._size)
+                _log.warning(
+                    "rank %d waits at %s for %s of %d", self._rank, self._where, name_ranks(self._late), self._size
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return True
 
-    def _missing(self, keys: list[str]) -> list[int]:
-        return [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
-
-    def _check_alive(self, keys: list[str]) -> None:
-        dead = {rank for rank, process in enumerate(self._processes) if not state_of(process)}
-        missing = dead.intersection(self._missing(keys) if dead else ())  # a rank may have set its key before it died
-        if missing:
-            raise DeadNodeError(f"{name_ranks(missing)} of {self._size} died before all had joined at {self._where}")
+    def _check_alive(self) -> None:
+        dead = [rank for rank in self._late if self._processes and not state_of(self._processes[rank])]
+        if dead:
+            raise DeadNodeError(f"{name_ranks(dead)} of {self._size} died before all had joined at {self._where}")
 
 
 @contextmanager
-def store_errors(rank: int, size: int, server: str) -> Iterator[None]:
-    """Raise DeadNodeError instead of torch's DistNetworkError."""
+def store_errors(rank: int, size: int, server: str, late: Sequence[int] = ()) -> Iterator[None]:
+    """Raise DeadNodeError instead of torch's DistNetworkError.
+
+    It names the ranks in ``late`` when it is raised: rank 0 may have waited for them in vain and ended with its store.
+    """
     try:
         yield
     except DistNetworkError as error:
-        raise DeadNodeError(f"rank {rank} of {size} lost {server}: {error}") from error
+        waited = f"waited for {name_ranks(late)} and " if late else ""
+        raise DeadNodeError(f"rank {rank} of {size} {waited}lost {server}: {error}") from error
+
+
+class _BoundedStore:
+    """Store of torch whose calls end: TCPStore waits without a limit for a server that has stopped to answer.
+
+    Args:
+        store: the store.
+        timeout: seconds for each call, after which it raises DistNetworkError.
+    """
+
+    def __init__(self, store: Store, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._call(self._store.set, key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._call(self._store.check, keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._call(self._store.multi_get, keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._call(self._store.delete_key, key)
+
+    def _call(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        try:
+            return call_within(self._timeout, function, *arguments)
+        except TimeoutError as error:
+            raise DistNetworkError(str(error)) from None
+
+
+def call_within(seconds: float, function: Callable[..., _Result], *arguments: object, **options: object) -> _Result:
+    """Return what a function returns, which a thread runs; leave the thread behind if that takes too long.
+
+    Raises:
+        TimeoutError: if it does not return within so many seconds.
+    """
+    outcome: Future[_Result] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function(*arguments, **options))
+        except BaseException as error:  # noqa: BLE001  raised below
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, name="gangline-store-call", daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    except TimeoutError:
+        if outcome.done():  # the function's own error
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None

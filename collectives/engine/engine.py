@@ -368,7 +368,7 @@ class Engine:
         self.hold()
         self.error = GanglineError(
             f"this communicator belongs to process {os.getppid()}, from which this one was forked: open another one "
-            "in the child, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
+            "in the child, at another port, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
         )
 
     def _disagreement(self, misplaced: MisplacedMessageError, code: int) -> GanglineError:

@@ -25,7 +25,7 @@ from gangline.collectives.engine.host_staging import (
 )
 from gangline.collectives.engine.reduction import as_sent, combine
 from gangline.collectives.engine.uneven_all_to_all import UnevenAllToAll
-from gangline.collectives.schedule import Receive, Reduce, Step
+from gangline.collectives.schedule import Receive, Send, Step
 from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange
 
@@ -99,7 +99,7 @@ class HostCollectives:
         buffer = as_sent(flat, op)
         chunks: Chunks | None = None
         if buffer is flat and out is None:
-            buffer = flat.clone() if _written_chunks(plan.steps) else flat
+            buffer = flat if all(isinstance(step, Send) for step in plan.steps) else flat.clone()
         elif buffer is flat and out is not None:
             if out is not flat:
                 if len(_written_chunks(plan.steps)) == plan.chunks and not overlap([flat], [out]):
@@ -163,7 +163,7 @@ class HostCollectives:
                 if overlap([flat], [out]) and out.data_ptr() != as_rows(flat, size)[rank].data_ptr():
                     flat = flat.clone()
                 flat = as_sent(flat, op)
-                if plan.steps and _written_chunks(plan.steps) <= set(own):
+                if _written_chunks(plan.steps) == frozenset(own):
                     row = out.to(flat.dtype)
                     chunks: Chunks = _KeptInput(flat, row, own, plan.chunks)
                     run(plan.steps, self._transport, chunks, message_tag, op, self._divisor(op))
@@ -326,7 +326,7 @@ class Costs:
 class _KeptInput(Chunks):
     """Chunks that are read from the input until they are written to the result, so that the input needs no copy.
 
-    The steps of a rank read either written chunks or unwritten ones at a time.
+    For the steps that `_written_chunks` accepts: each reads either written chunks or unwritten ones.
     """
 
     def __init__(self, given: Tensor, out: Tensor, own: range, chunks: int) -> None:
@@ -348,6 +348,12 @@ class _KeptInput(Chunks):
 
 @lru_cache(maxsize=1024)
 def _written_chunks(steps: tuple[Step, ...]) -> frozenset[int]:
-    return frozenset(
-        chunk for step in steps if isinstance(step, Receive | Reduce) for chunk in range(step.first, step.last)
-    )
+    """Return the chunks that a rank's steps write; none if a step reads both written and unwritten chunks."""
+    written: set[int] = set()
+    for step in steps:
+        chunks = range(step.first, step.last)
+        if not isinstance(step, Receive) and len(written.intersection(chunks)) not in (0, len(chunks)):
+            return frozenset()
+        if not isinstance(step, Send):
+            written.update(chunks)
+    return frozenset(written)

@@ -80,6 +80,8 @@ def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) ->
         divisor: divisor of the result, applied before rounding.
     """
     function = OPERATIONS[op].torch_function
+    if out.is_complex() and op != "product":  # by parts: torch.add multiplies complex numbers by 1, and inf * 0 is NaN
+        values, out = [torch.view_as_real(value) for value in values], torch.view_as_real(out)
     if out.dtype in HALVES:
         partial = values[0].float()
         for value in values[1:]:
@@ -96,4 +98,4 @@ def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) ->
             function(partial, value, out=partial)
         function(partial, values[-1], out=out)  # written last, because ``out`` may be one of the values
     if divisor != 1:
-        (torch.view_as_real(out) if out.is_complex() else out).div_(divisor)  # (inf + 1j) / 2 has no NaN
+        out.div_(divisor)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -43,6 +44,10 @@ _CLOSED_POLL_MS = 20
 _ERRORS = {kind.__name__: kind for kind in (GanglineError, DeadNodeError, StallError, ProtocolError, MismatchError)}
 _TEXT_LIMIT = 32_000  # characters of an error's text that are sent to other ranks
 _MOST_REFUSALS = 1024
+_LEAST_ANNOUNCEMENTS = 8
+"""Ranks that a poll tells at most, in groups of up to 128."""
+_POLLS_TO_ANNOUNCE = 16
+"""Polls after which all ranks of a larger group are told: far fewer than there are in MISMATCH_REPORT_SECONDS."""
 _MESSAGE_LIMIT = 1 << 18  # bytes; a character may take four
 
 
@@ -65,12 +70,15 @@ class Membership(ABC):
         """The first error that another rank reported, or the error that this rank aborted with."""
 
     @abstractmethod
-    def poll(self, sequence: int, code: int) -> None:
+    def poll(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:
         """Announce the call that this rank waits in, if it is new, and read the other ranks' messages. Never blocks.
 
         Args:
             sequence: number of the call on its communicator; 0 for a point-to-point message, which is not announced.
             code: `CallSignature.code`.
+            missing: ranks that this rank waits for. They are told first, and further polls tell the others, a few each:
+                if all ranks told all others at once, a call in which one of 128 ranks is late would cost 16,256
+                messages. None: tell all ranks now.
         """
 
     @abstractmethod
@@ -148,13 +156,13 @@ class GroupMembership(Membership):
         label = f"{self.label}/{number}.{min(members)}"
         return GroupMembership(self.connections, [processes[member] for member in members], label)
 
-    def poll(self, sequence: int, code: int) -> None:  # noqa: D102
+    def poll(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:  # noqa: D102
         with self.connections.lock:
             if self.label not in self.connections.groups:
                 return
             if sequence:
                 self.at[self.rank] = (sequence, code)
-                self._announce((sequence, code))
+                self._announce((sequence, code), missing)
             self.connections.poll()
 
     def fail(self, error: GanglineError) -> None:  # noqa: D102
@@ -198,13 +206,24 @@ class GroupMembership(Membership):
                 return False
         return True
 
-    def _announce(self, call: tuple[int, int]) -> None:
-        packed = None
-        for process, connection in self.connections.of_group(self.label).items():
-            if self._announced.get(process) != call and connection.down_since is None:
-                packed = packed or self.packed(["at", *call])
-                if connection.send(packed):
-                    self._announced[process] = call
+    def _announce(self, call: tuple[int, int], missing: Collection[int] | None) -> None:
+        untold = [
+            (process, connection)
+            for process, connection in self.connections.of_group(self.label).items()
+            if self._announced.get(process) != call and connection.down_since is None
+        ]
+        if missing is not None:
+            most = max(_LEAST_ANNOUNCEMENTS, math.ceil(self.size / _POLLS_TO_ANNOUNCE))
+            untold.sort(key=lambda one: self._urgency(self.numbers[one[0]], missing))
+            untold = untold[:most]
+        packed = self.packed(["at", *call]) if untold else b""
+        for process, connection in untold:
+            if connection.send(packed):
+                self._announced[process] = call
+
+    def _urgency(self, rank: int, missing: Collection[int]) -> tuple[bool, int]:
+        """Return the order in which ranks are told: the missing ones, then those that follow this rank."""
+        return rank not in missing, (rank - self.rank) % self.size
 
 
 class ProcessMembership(GroupMembership):
@@ -446,7 +465,7 @@ class ThreadMembership(Membership):
         group.extend(cls(rank, size, group, lock) for rank in range(size))
         return group
 
-    def poll(self, sequence: int, code: int) -> None:  # noqa: D102
+    def poll(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:  # noqa: ARG002, D102
         call = (sequence, code)
         if sequence and self.at.get(self.rank) != call:
             with self._lock:

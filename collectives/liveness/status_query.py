@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,7 +26,7 @@ _PLACE_SECONDS = 0.3
 _MOST_PLACES = 4
 _STATES = {"T": "stopped", "t": "stopped", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
 _LISTENING = re.compile(
-    rf"^\S+ \S+ \S+ 00010000 \S+ \S+ +\d+ @({re.escape(PREFIX)}\d+-[\x21-\x7e]*)$".encode(), re.MULTILINE
+    rf"^\S+ \S+ \S+ 00010000 \S+ \S+ +(\d+) @({re.escape(PREFIX)}\d+-[\x21-\x7e]*)$".encode(), re.MULTILINE
 )
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]), "<frozen ")
 
@@ -77,11 +78,12 @@ def statuses(
         seconds: time for a process to answer.
         is_wanted: returns whether to ask a process, given its name, such as "worker 1", and its process id.
     """
-    found = [one for one in _sockets() if is_wanted(_name_of(one), _process_of(one))]
+    found = {one: inode for one, inode in _sockets().items() if is_wanted(_name_of(one), _process_of(one))}
     if not found:
         return []
     with ThreadPoolExecutor(min(len(found), _MOST_THREADS)) as threads:
-        answers = [status for status in threads.map(lambda name: _ask(name, seconds), found) if status is not None]
+        asked = threads.map(lambda one: _ask(one[0], one[1], seconds), found.items())
+        answers = [status for status in asked if status is not None]
     return sorted(answers, key=lambda one: (one.job, one.name.rstrip("0123456789"), len(one.name), one.name))
 
 
@@ -109,9 +111,10 @@ def _locations(
     return f" ({'; '.join(texts)})" if texts else ""
 
 
-def _sockets() -> list[str]:
+def _sockets() -> dict[str, int]:
+    """Return the names that look like those of this user's processes, which anyone may take, and their inodes."""
     listed = Path("/proc/net/unix").read_bytes()  # names of other programs' sockets are any bytes
-    return sorted({name.decode() for name in _LISTENING.findall(listed)})
+    return {name.decode(): int(inode) for inode, name in _LISTENING.findall(listed)}
 
 
 def _name_of(socket_name: str) -> str:
@@ -122,8 +125,8 @@ def _process_of(socket_name: str) -> int:
     return int(socket_name.removeprefix(PREFIX).partition("-")[0])
 
 
-def _ask(socket_name: str, seconds: float) -> ProcessStatus | None:
-    """Return the status of the process with a socket; None if it has ended."""
+def _ask(socket_name: str, inode: int, seconds: float) -> ProcessStatus | None:
+    """Return the status of the process with a socket; None if it has ended, or another process has the socket."""
     process = _process_of(socket_name)
     try:
         found = psutil.Process(process)
@@ -133,11 +136,13 @@ def _ask(socket_name: str, seconds: float) -> ProcessStatus | None:
             job = job_name(found.environ(), found.ppid())
     except (psutil.Error, OSError):
         return None
-    answer: dict[str, Any] = {"job": job}
+    answer: dict[str, Any] = {"job": job, "host": os.uname().nodename}
     answers = False
     if letter not in "Tt":
         with suppress(OSError, ValueError):
-            answer, answers = _answer(socket_name, seconds), True
+            answer, answers = _printable(_answer(socket_name, seconds)), True
+    if not answers and not _holds(process, inode):
+        return None
     known = {name: answer[name] for name in ("job", "host", "since", "parts", "stack") if name in answer}
     return ProcessStatus(
         name=answer.get("name") or _name_of(socket_name) or f"process {process}",
@@ -148,6 +153,26 @@ def _ask(socket_name: str, seconds: float) -> ProcessStatus | None:
         memory_bytes=memory,
         **known,
     )
+
+
+def _holds(process: int, inode: int) -> bool:
+    """Return whether a process of this user has a socket."""
+    with suppress(OSError):
+        folder = f"/proc/{process}/fd"
+        return any(os.readlink(f"{folder}/{one}") == f"socket:[{inode}]" for one in os.listdir(folder))
+    return False
+
+
+def _printable(value: Any) -> Any:
+    """Return a value as JSON has it, with control characters of its texts escaped, which could command a terminal."""
+    match value:
+        case str():
+            return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in value)
+        case list():
+            return [_printable(one) for one in value]
+        case dict():
+            return {_printable(name): _printable(one) for name, one in value.items()}
+    return value
 
 
 def _answer(socket_name: str, seconds: float) -> dict[str, Any]:

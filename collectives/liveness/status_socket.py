@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from gangline.collectives.environments.job_name import job_name
+from gangline.collectives.environments.variables import check_variables
 from gangline.collectives.transports import unix_sockets
 
 _log = logging.getLogger("gangline")
@@ -71,6 +72,7 @@ class _StatusSocket:
         self._since = time.time()
 
     def publish(self, source: Source, name: str) -> None:
+        check_variables(warns=name in ("rank 0", "worker 0"))
         with self._lock:
             self._sources.add(source)
             self._name = name or self._name

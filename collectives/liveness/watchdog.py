@@ -75,10 +75,9 @@ class Watchdog:
             self._mismatch_since = 0.0
             self._closed_since = 0.0
         membership = self._membership
-        if self._sequence:
-            membership.poll(self._sequence, self.code)
-        else:  # the collective that this rank's other watchdog may wait in stays announced
-            membership.poll(*membership.at.get(membership.rank, (0, self.code)))
+        # During a point-to-point message, the collective that this rank's other watchdog may wait in stays announced.
+        own = (self._sequence, self.code) if self._sequence else membership.at.get(membership.rank, (0, self.code))
+        membership.poll(*own, needed)
         if membership.failure is not None:
             raise type(membership.failure)(*membership.failure.args)
         if membership.refusals and self._sequence:

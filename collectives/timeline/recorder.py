@@ -133,6 +133,7 @@ class Timeline:
             add("M", "process_name", 0, args={"name": f"{self._process_name} ({label})" if is_named else label})
             own: dict[str, Any] = {"name": self._process_name, "host": os.uname().nodename}
             own |= {"offset_us": offset / 1e3, "error_us": self._error / 1e3, "cores": len(os.sched_getaffinity(0))}
+            own["threads"] = os.environ.get("OMP_NUM_THREADS", "")
             add("M", "gangline_process", 0, args=own)
         for thread, name in list(self._names.items()):
             if name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import refusing_backend
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.transports.addresses import is_loopback, local_address, reachable_address
+from gangline.collectives.transports.addresses import is_always_loopback, local_address, reachable_address
 
 _Base: Any = ProcessGroup  # its stubs differ between versions of torch
 
@@ -48,7 +49,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         _Base.__init__(self, rank, size)  # the overload with a store does not construct subclasses
         seconds = timeout.total_seconds()
-        host = _own_address(store)
+        host = _tcp_host(store)
         exchange = StoreAllGather(
             PrefixStore("gangline", store),
             rank,
@@ -56,9 +57,15 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
             seconds,
             where="the process group",
             server="the process that keeps the process group's store",
-            key=None if is_loopback(host) else job_key(),
+            key=None if is_always_loopback(host) else job_key(),
         )
-        communicator = open_communicator(rank, size, exchange, timeout=seconds, tcp_host=host)
+        communicator = open_communicator(
+            rank,
+            size,
+            exchange,
+            timeout=seconds,
+            tcp_host=partial(local_address, host) if host else reachable_address,
+        )
         GroupCollectives.__init__(self, communicator, OtherDevices(self, store, timeout))
         self._store = store
         self._timeout = timeout
@@ -198,8 +205,8 @@ def _ms(limit: timedelta) -> int:
     return round(limit.total_seconds() * 1_000)
 
 
-def _own_address(store: Store) -> str:
-    """Return the address of this host for other ranks."""
+def _tcp_host(store: Store) -> str:
+    """Return the host of torch's TCP store; "" of another store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return local_address(store.host) if isinstance(store, TCPStore) else reachable_address()
+    return store.host if isinstance(store, TCPStore) else ""

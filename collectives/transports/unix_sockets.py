@@ -7,7 +7,6 @@ names and connect to them, so both ends of a connection ask the kernel which use
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import secrets
 import socket
@@ -19,8 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gangline.collectives.transports.addresses import is_loopback
+from gangline.collectives.transports.refusal_log import RefusalLog
 
-_log = logging.getLogger("gangline")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _BACKLOG = 128
 _PORTS = range(1024, 1 << 16)
@@ -80,6 +79,7 @@ class Server:
     def __init__(self, name: str, serve: Callable[[socket.socket], None], thread: str) -> None:
         self._name, self._serve = name, serve
         self._is_closed = False
+        self._refusals = RefusalLog()
         self._listener = listen(name)
         self._listener.setblocking(True)
         self._thread = threading.Thread(target=self._accept, name=thread, daemon=True)
@@ -105,7 +105,7 @@ class Server:
                 connection, _ = self._listener.accept()
             except OSError as error:  # descriptors have run out
                 if not self._is_closed:
-                    _log.warning("no process can connect to @%s at present: %s", self._name, error.strerror)
+                    self._refusals.warn("no process can connect to @%s at present: %s", self._name, error.strerror)
                     time.sleep(_RETRY_SECONDS)
                 continue
             try:
@@ -113,7 +113,7 @@ class Server:
                 self._serve(connection)
             except (OSError, RuntimeError) as error:  # another user's process, or no more threads
                 connection.close()
-                _log.warning("@%s refuses a connection: %s", self._name, error)
+                self._refusals.warn("@%s refuses a connection: %s", self._name, error)
 
 
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()

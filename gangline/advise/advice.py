@@ -146,7 +146,8 @@ def _busy_cores(job: JobSteps) -> Iterator[Finding]:
     if worst.waited_for_cores <= _LEAST_WAIT:
         return
     share = worst.waited_for_cores * worst.median("work") / job.step_seconds
-    count = sum(process.host == worst.host for process in job.processes)
+    of_host = [process for process in job.processes if process.host == worst.host]
+    count = len(of_host)
     text = (
         f"the cores of {worst.host} are oversubscribed: threads of {worst.name} were ready to run, but without a core, "
         f"for {worst.waited_for_cores:.0%} of their time ({count} training process{'es' * (count > 1)}, "
@@ -154,11 +155,10 @@ def _busy_cores(job: JobSteps) -> Iterator[Finding]:
     )
     threads = "OMP_NUM_THREADS=1, or torch.set_num_threads(1)"
     processes = "gangline launch -n N, torchrun --nproc-per-node N"
-    remedies = (
-        Remedy("fewer threads in each process", threads, share, variables=(("OMP_NUM_THREADS", "1"),)),
-        Remedy("fewer processes on this host, or other programs off it", processes, share),
-    )
-    yield Finding("cores", "", share, text, remedies)
+    fewer = Remedy("fewer threads in each process", threads, share, variables=(("OMP_NUM_THREADS", "1"),))
+    others = Remedy("fewer processes on this host, or other programs off it", processes, share)
+    has_one = all(process.threads == "1" for process in of_host)
+    yield Finding("cores", "", share, text, (others,) if has_one else (fewer, others))
 
 
 def _slow_processes(job: JobSteps) -> Iterator[Finding]:

@@ -53,6 +53,8 @@ class ProcessSteps:
     name: str
     host: str
     cores: int
+    threads: str
+    """OMP_NUM_THREADS of the process; "": not set."""
     steps: list[Step]
     waited_for_cores: float
     """Share of the time of its threads in which they were ready to run, but had no core."""
@@ -138,7 +140,15 @@ def steps_of(events: Iterable[Event]) -> JobSteps:
     traces = {pid: _Trace(own, calls, rounds) for pid, own in of_process.items()}
     rounds.sort()
     processes = [
-        ProcessSteps(about["name"], about["host"], about["cores"], steps, trace.waited_for_cores, trace.averages(steps))
+        ProcessSteps(
+            about["name"],
+            about["host"],
+            about["cores"],
+            about.get("threads", ""),
+            steps,
+            trace.waited_for_cores,
+            trace.averages(steps),
+        )
         for pid, trace in traces.items()
         if (about := described.get(pid)) is not None and (steps := trace.steps()[_FIRST_STEPS:])
     ]

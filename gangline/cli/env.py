@@ -17,6 +17,7 @@ from gangline.cli.launch import local_host
 from gangline.cli.options import JsonFile, as_usage_errors, print_table, write_json
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
+from gangline.collectives.environments.variables import unknown_variables
 from gangline.collectives.errors import UsageError
 from gangline.doctor.inventory import Device, device_table
 from gangline.doctor.this_host import check_host
@@ -24,7 +25,7 @@ from gangline.launcher.binding import Host, bind
 
 _CORE = ("gangline", "torch", "numpy", "msgpack", "pyzmq", "safetensors", "torchmetrics")
 _CHECKS, _CHECK_SECONDS = ("shared-memory", "dev-shm", "cross-memory-attach", "limits"), 30.0
-_OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "pynccl", "s3fs", "tensorboard", "matplotlib")
+_OPTIONAL = ("cupy-cuda12x", "cupy-cuda13x", "pynccl", "s3fs", "tensorboard", "matplotlib", "prometheus-client")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -120,6 +121,7 @@ def _report() -> dict[str, dict[str, Any]]:
     from gangline.collectives import compiled_core
     from gangline.collectives.transports.shm.segments import processor_problem
 
+    unknown = unknown_variables()
     return {
         "versions": {
             "python": platform.python_version(),
@@ -141,7 +143,7 @@ def _report() -> dict[str, dict[str, Any]]:
         },
         "launcher": launcher_report(),
         "variables": {
-            name: value
+            name: f"{value} ({unknown[name]})" if name in unknown else value
             for name, value in sorted(os.environ.items())
             if name.startswith(("GANGLINE_", "DMLC_")) or name in _TORCHRUN
         }

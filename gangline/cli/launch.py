@@ -21,7 +21,7 @@ from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
-from gangline.collectives.transports.addresses import local_address, resolved
+from gangline.collectives.transports.addresses import interface_address, local_address, resolved
 from gangline.collectives.transports.unix_sockets import connect
 from gangline.collectives.workload import check_work_load_list
 from gangline.launcher.binding import Host
@@ -29,7 +29,6 @@ from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, pars
 from gangline.launcher.engines.mpi import detect, mpi_table
 from gangline.launcher.engines.slurm import batch_script, slurm_table, submit
 from gangline.launcher.engines.ssh import SshOptions, plan, ssh_table
-from gangline.launcher.engines.ssh_agent import find_address
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 from gangline.launcher.local import control_socket, run
 from gangline.launcher.restarts import Outcome, run_with_restarts
@@ -227,7 +226,7 @@ def _address_here(options: LaunchOptions, entries: Sequence[HostEntry]) -> Host 
     if not is_slurm and (options.launcher != "mpi" or not entries):
         return None
     if options.interface is not None:
-        return Host(find_address(options.interface, "")[0])
+        return Host(interface_address(options.interface, "--interface")[0])
     name = os.environ.get("SLURMD_NODENAME", os.uname().nodename)
     return Host(resolved(name) if is_slurm else local_address(entries[0].name))
 

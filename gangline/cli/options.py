@@ -202,7 +202,7 @@ def write_json(path: Path | None, value: Any) -> None:
 def print_table(columns: dict[str, list[str]]) -> None:
     """Print columns by name, without empty ones."""
     shown = {name: column for name, column in columns.items() if any(column)}
-    table = Table(*shown)
+    table = Table(*shown, box=None, pad_edge=False, header_style="bold")
     for values in zip(*shown.values(), strict=True):
         table.add_row(*values)
     Console().print(table)

@@ -57,13 +57,14 @@ def plan(
     print_table(
         {
             "split": [one.name for one in splits],
-            **{f"rank {index}": [str(one.counts[index]) for one in splits] for index in range(len(found))},
-            "step": [f"{one.seconds:.4g} s" if one.fits else "out of memory" for one in splits],
+            "samples": [", ".join(map(str, one.counts)) for one in splits],
+            "step in s": [f"{one.seconds:.4g}" if one.fits else "out of memory" for one in splits],
             "samples/s": [f"{batch / one.seconds:.4g}" if one.fits else "" for one in splits],
             "x equal": [f"{equal / one.seconds:.2f}" if one.fits else "" for one in splits],
             "max GiB/sample": ["" if one.room is None else f"{one.room:.3g}" for one in splits],
         }
     )
+    print("Seconds and samples/s hold if --speeds are in samples per second.")
 
 
 @dataclass(frozen=True)

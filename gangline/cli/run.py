@@ -38,8 +38,15 @@ def run(
     os.environ[REPLACE_GLOO] = "1"  # for child processes
     replace_gloo()
     sys.argv[:] = arguments
-    if module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
+    try:
+        if module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+    except Exception as error:  # noqa: BLE001  of the script: shown as Python does, without the frames above it
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        raise SystemExit(1) from None

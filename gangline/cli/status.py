@@ -96,7 +96,8 @@ def _job(processes: Sequence[ProcessStatus], former: dict[int, ProcessStatus], s
         waits = [wait for wait in waits_of(one, processes) if wait["seconds"] >= _LEAST_WAIT]
         texts = [f"{wait['seconds']:.1f} s in {wait['what']} for {_names(wait['missing'])}" for wait in waits[:1]]
         memory = f"{one.memory_bytes / 2**20:.0f} MiB"
-        table.add_row(one.name, str(one.process), state, cpu, memory, _rates(earlier, one, seconds), "".join(texts))
+        cells = one.name, str(one.process), state, cpu, memory, _rates(earlier, one, seconds), "".join(texts)
+        table.add_row(*map(Text, cells))  # without rich's markup, which processes may have in their texts
     return [table, *(_verdict(late, processes) for late in late_processes(processes, _LEAST_WAIT)), Text("")]
 
 

@@ -212,9 +212,9 @@ def host_name() -> list[Finding]:
 def loopback_remedy(host: str) -> str:
     """Return what to do where a host's name resolves to a loopback address."""
     return (
-        f"peers on other hosts would get that address: give {host} its network address in /etc/hosts (Debian writes "
-        "127.0.1.1 there), or name the interface: `gangline launch --interface eth0`, DMLC_INTERFACE=eth0; or use the "
-        "address as MASTER_ADDR"
+        f"other hosts get another address only with a job key or GANGLINE_INSECURE=1: give {host} its network address "
+        "in /etc/hosts (Debian writes 127.0.1.1 there), name the interface, GANGLINE_INTERFACE=eth0 (`gangline launch "
+        "--interface eth0`), or use the address as MASTER_ADDR"
     )
 
 

@@ -17,7 +17,7 @@ from gangline.collectives.bootstrap.launcher_environment import RankInfo, find_r
 from gangline.collectives.bootstrap.rendezvous import Rendezvous, host_identity, number_hosts
 from gangline.collectives.communicator import open_communicator
 from gangline.collectives.transports import unix_sockets
-from gangline.collectives.transports.addresses import is_loopback, required_key, resolved
+from gangline.collectives.transports.addresses import is_loopback, meeting_address, required_key, resolved
 from gangline.doctor.finding import Finding, Status
 from gangline.doctor.host import loopback_remedy
 from gangline.doctor.links import (
@@ -60,7 +60,8 @@ def job(seconds: float, names: Sequence[str] = ()) -> dict[str, Any]:
     own = _scheduler(os.environ.get("DMLC_PS_ROOT_URI"), os.environ.get("DMLC_PS_ROOT_PORT", ""))
     try:
         info = find_rank_info(None, None, None, os.environ)
-    except (RuntimeError, ValueError) as error:
+        info = info._replace(host=meeting_address(info.host))
+    except (OSError, RuntimeError, ValueError) as error:
         return _alone(own, Finding(Status.BROKEN, "launcher", str(error), "`gangline env` shows what was found"))
     try:
         required_key(info.host)
@@ -142,7 +143,7 @@ def _scheduler(host: str | None, port: str) -> list[Finding]:
     if not host or not port.isdecimal() or os.environ.get("DMLC_NUM_SERVER") == "0":
         return []
     try:
-        _connect("scheduler", host, int(port))
+        _connect("scheduler", meeting_address(host), int(port))
     except OSError as error:
         kind, measured = problem_of(error, host, int(port))
         return [Finding(Status.BROKEN, "scheduler", measured, REMEDIES[kind])]
@@ -225,8 +226,6 @@ def _listen(rendezvous: Rendezvous, stack: ExitStack) -> _Member:
         port = server.getsockname()[1]
     except (OSError, RuntimeError, ValueError) as error:
         problem = f"cannot listen at {address or rendezvous.host}: {error}"
-    if is_loopback(address):
-        problem = problem or _loopback_behind(rendezvous.host)
     return _Member(rendezvous.rank, socket.gethostname(), host_identity(), address, port, problem)
 
 
@@ -235,13 +234,10 @@ def _findings_of_addresses(firsts: Sequence[_Member], names: Sequence[str]) -> l
     findings = []
     for number, first in enumerate(firsts):
         before = [names[other] for other in range(number) if firsts[other].address == first.address]
-        if len(firsts) > 1 and is_loopback(first.address):
-            problem = first.problem or f"rank {first.rank} offers {first.address}, a loopback address"
-            remedy = loopback_remedy(first.name)
-        elif first.problem and not is_loopback(first.address):
+        if first.problem:
             problem = first.problem
-            remedy = "use an address or an interface of this host: `ip address`, --interface, DMLC_INTERFACE"
-        elif before:
+            remedy = "use an address or an interface of this host: `ip address`, --interface, GANGLINE_INTERFACE"
+        elif before and not is_loopback(first.address):  # containers may share a network, and with it loopback
             problem = f"{first.address} is the address of {before[0]} too"
             remedy = "an address of a container's bridge or a cloned machine: name the interface, --interface eth0"
         else:
@@ -259,7 +255,7 @@ def _measure(
     queue also delays acknowledgements.
     """
     with open_communicator(
-        rendezvous.rank, rendezvous.size, rendezvous.exchange, timeout=seconds, tcp_host=rendezvous.interface()
+        rendezvous.rank, rendezvous.size, rendezvous.exchange, timeout=seconds, tcp_host=rendezvous.interface
     ) as comm:
         measured = measure_all_reduce(comm)
         ranks = [first.rank for first in firsts]

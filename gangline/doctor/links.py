@@ -49,11 +49,11 @@ class LinkReport:
 REMEDIES = {
     "timed out": "a firewall drops it, or the host is down: allow TCP between the hosts, all ports of "
     "net.ipv4.ip_local_port_range and MASTER_PORT (for example `ufw allow from ADDRESS`, security groups of a cloud), "
-    "or name another network: --interface, DMLC_INTERFACE",
+    "or name another network: --interface, GANGLINE_INTERFACE",
     "refused": "nothing listens there: the program has not started or has failed (its output says why), the port is "
     "another one, the address belongs to another machine (a container's bridge), or a firewall rejects it",
-    "no route": "the hosts share no network at this address: name another interface (--interface, DMLC_INTERFACE), or "
-    "check cable, VLAN and `ip route`",
+    "no route": "the hosts share no network at this address: name another interface (--interface, GANGLINE_INTERFACE), "
+    "or check cable, VLAN and `ip route`",
     "unknown name": "add the name to DNS or to /etc/hosts of this host, or use the address",
     "other": "the text of the system says why",
 }
@@ -163,7 +163,7 @@ def findings_of_links(links: Sequence[LinkReport], names: Sequence[str]) -> list
 
 _SLOW_REMEDY = (
     "check the port's speed (`ethtool INTERFACE`), cable, MTU and other traffic, or name a faster network: "
-    "--interface, DMLC_INTERFACE; gradient compression sends less: set_gradient_compression"
+    "--interface, GANGLINE_INTERFACE; gradient compression sends less: set_gradient_compression"
 )
 
 

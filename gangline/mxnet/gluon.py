@@ -89,7 +89,7 @@ class Trainer(_Trainer):
         params: Mapping[str, nn.Parameter],
         optimizer: str,
         optimizer_params: Mapping[str, Any] | None = None,
-        kvstore: Any = "device",
+        kvstore: Any = "auto",
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
     ) -> None:

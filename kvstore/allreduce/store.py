@@ -34,11 +34,12 @@ from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.group.worker_group import check_same
-from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
+from gangline.kvstore.interface import KVStore, refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
 from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import OptimizerState
-from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
+from gangline.kvstore.optimizer.spec import Key
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
@@ -80,6 +81,7 @@ class AllReduceStore(LocalStore):
     worker.
     """
 
+    _serves_one_process = False
     _is_alone = False
 
     def __init__(self, name: str = "allreduce", communicator: Communicator | None = None) -> None:
@@ -97,8 +99,8 @@ class AllReduceStore(LocalStore):
         self._workers = Negotiator(communicator or self._owned)  # type: ignore[arg-type]  # one of them is not None
         super().__init__(name, in_order=True)
         self._fused: list[Bucket] = []
-        self._sets_rate = False  # set_learning_rate was called here, and no update has used a learning rate since
-        self._owners: Owners | None = None
+        self._sets_rate: set[OptimizerGroup] = set()  # set_learning_rate was called here, and no update has used it yet
+        self._owners: dict[OptimizerGroup, Owners] = {}  # where state is sharded
         self._wanted_memory: Sequence[float] | str | None = None
 
     @property
@@ -118,9 +120,16 @@ class AllReduceStore(LocalStore):
 
     def join(self) -> int:  # noqa: D102  inherited
         LocalStore._check_open(self)
+        groups = [*self._groups.all.values()]
+        if self._sets_rate and not self.rank and len(groups) > 1:
+            raise RuntimeError(
+                "join() comes after set_learning_rate() without a step between them, and the others could not learn of "
+                f"the rate, because the store has {len(groups)} optimizers; expected a step before join()"
+            )
 
         def take_part() -> int:
-            while isinstance(result := self._workers.join(self._rate()), Negotiation):
+            rate = self._rate(groups[0]) if len(groups) == 1 else math.nan  # the next call may be of any group
+            while isinstance(result := self._workers.join(rate), Negotiation):
                 self._take_part(result)
             return result
 
@@ -232,12 +241,14 @@ class AllReduceStore(LocalStore):
             raise
         plan = {**plan, "is_mean": weight is not None}
         tensors = () if part.flat is None else (part.flat,)
-        return self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense, tensors), part
+        group = self._groups.of(part.keys[0]) if part.keys else None
+        return self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense, tensors, group), part
 
     def _check_part(self, part: BucketPart) -> None:
-        if self._optimizer is not None:
-            self._add_to_optimizer(part.values)
-            self._optimizer.check_kinds([(key, [value]) for key, value in part.values.items()])
+        optimizer = self._optimizer_of(part.keys[0]) if part.keys else None
+        if optimizer is not None:
+            self._add_to(optimizer, part.values)
+            optimizer.check_kinds([(key, [value]) for key, value in part.values.items()])
         if self._compressed is not None:
             for key, value in part.values.items():
                 self._compressed.check(key, value)
@@ -249,17 +260,21 @@ class AllReduceStore(LocalStore):
             self._update_by(negotiation, part, bucket, is_mean=is_mean)
 
     def _update_by(self, negotiation: Negotiation, part: BucketPart, bucket: Bucket | None, *, is_mean: bool) -> None:
-        owners = self._owners
-        if owners is not None and owners.count < len(self._entries):
-            owners.assign((key, entry.stored) for key, entry in self._entries.items())
+        group = self._groups.of(part.keys[0]) if part.keys else None
+        owners = self._owners.get(group) if group is not None else None
+        waits = group is not None and group.updates_wait
+        if owners is not None and group is not None:
+            keys = self._keys_of(group)
+            if owners.count < len(keys):
+                owners.assign((key, self._entries[key].stored) for key in keys)
         runs = owners.runs(bucket) if owners is not None and bucket is not None and part.flat is not None else None
-        reduced = None if self.updates_wait else runs  # a global norm needs all gradients
+        reduced = None if waits else runs  # a global norm needs all gradients
         sums = reduce_over_workers(self._workers, negotiation, part, self._compressed, is_mean=is_mean, runs=reduced)
-        if self._optimizer is not None:
-            self._use_rate(negotiation)
+        if group is not None:
+            self._use_rate(group, negotiation)
             self._apply(sums)
-            if owners is not None and sums and not self.updates_wait:
-                self._share_updates([key for key, _ in sums], part.flat_stored, runs)
+            if owners is not None and sums and not waits:
+                self._share_updates(owners, [key for key, _ in sums], part.flat_stored, runs)
         elif self._updater is not None:
             for key, total in sums:
                 self._updater(key, total, self._entries[key].stored)
@@ -269,17 +284,19 @@ class AllReduceStore(LocalStore):
             self._replace([(key, [total]) for key, total in sums], {})
 
     def _share_updates(
-        self, keys: Sequence[Key], flat: torch.Tensor | None = None, runs: Sequence[Run] | None = None
+        self,
+        owners: Owners,
+        keys: Sequence[Key],
+        flat: torch.Tensor | None = None,
+        runs: Sequence[Run] | None = None,
     ) -> None:
         """Copy the weights of keys, or of a flat tensor, from their owners to all workers. Collective."""
-        assert self._owners is not None
         with self._workers.communicator() as communicator:
             if flat is not None and runs is not None:
                 parts = [flat[run.begin : run.end] for run in runs]
                 communicator.broadcast_each(parts, [run.owner for run in runs])
             else:
-                owners = [self._owners.of(key) for key in keys]
-                communicator.broadcast_each([self._entries[key].stored for key in keys], owners)
+                communicator.broadcast_each([self._entries[key].stored for key in keys], [*map(owners.of, keys)])
 
     def _take_part(self, negotiation: Negotiation) -> None:
         """Take part in the other workers' call, by its plan and without values."""
@@ -288,10 +305,11 @@ class AllReduceStore(LocalStore):
             lengths = [int(weight) for weight in negotiation.weights]
             self._workers.gather_bytes(b"", lengths, plan["exchange"])
         elif "update" in plan:
+            group = self._groups.all[plan["group"]]
             if plan["update"] == "drop":
-                self._pending_sums.clear()
+                self._drop_sums(group)
             else:
-                self._end_update(negotiation)
+                self._end_update(group, negotiation)
         elif not {"copy", "reduce", "end"}.isdisjoint(plan):
             raise RuntimeError(
                 "this worker called join(), but the others need the weights that it owns in each forward and backward; "
@@ -303,37 +321,44 @@ class AllReduceStore(LocalStore):
             part.has_joined = True
             self._reduce_and_update(negotiation, part, bucket, is_mean=plan["is_mean"])
 
-    def _use_rate(self, negotiation: Negotiation) -> None:
+    def _use_rate(self, group: OptimizerGroup, negotiation: Negotiation) -> None:
         """Set the learning rate that counts: that of rank 0, or of the lowest rank outside join() that has set one."""
-        assert self._optimizer is not None
-        rate, own = negotiation.learning_rate, self._optimizer.learning_rate
+        optimizer = self._optimizers[group]
+        rate, own = negotiation.learning_rate, optimizer.learning_rate
         if not math.isnan(rate) and rate != own:
-            if self._sets_rate:
+            if group in self._sets_rate:
                 _log.warning(
                     "set_learning_rate(%g) on rank %d has no effect: rank %d's learning rate %g counts; set it there",
                     *(own, self.rank, negotiation.rate_of, rate),
                 )
-            self._optimizer.learning_rate = rate
-        self._sets_rate = False
+            optimizer.learning_rate = rate
+        self._sets_rate.discard(group)
 
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
-        super().set_learning_rate(learning_rate)
-        self._sets_rate = True
+    def _set_rate(self, group: OptimizerGroup, rate: float) -> None:
+        super()._set_rate(group, rate)
+        self._sets_rate.add(group)
 
-    def _update(self) -> None:
-        self._run_in_order("update", lambda: self._end_update(self._negotiate("update", {"update": "apply"})))
+    def _update(self, group: OptimizerGroup) -> None:
+        plan = {"update": "apply", "group": group.number}
 
-    def _drop_updates(self) -> None:
-        self._run_in_order("drop_updates", lambda: self._negotiate("drop_updates", {"update": "drop"}))
-        self._pending_sums.clear()
+        def update() -> None:
+            call = f"update{f' of group {group.number}' if group.number else ''}"
+            self._end_update(group, self._negotiate(call, plan, group=group))
 
-    def _end_update(self, negotiation: Negotiation) -> None:
+        self._run_in_order("update", update)
+
+    def _drop_updates(self, group: OptimizerGroup) -> None:
+        plan = {"update": "drop", "group": group.number}
+        self._run_in_order("drop_updates", lambda: self._negotiate("drop_updates", plan))
+        self._drop_sums(group)
+
+    def _end_update(self, group: OptimizerGroup, negotiation: Negotiation) -> None:
         with self._workers.final_errors():
-            self._use_rate(negotiation)
-            changed = [key for key in self._entries if key in self._pending_sums]
-            self._apply_pending()
-            if self._owners is not None:
-                self._share_updates(changed)
+            self._use_rate(group, negotiation)
+            changed = [key for key in self._keys_of(group) if key in self._pending_sums]
+            self._apply_pending(group)
+            if owners := self._owners.get(group):
+                self._share_updates(owners, changed)
 
     def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> BucketPart:
         return BucketPart(keys, values, lambda key: self._entries[key].stored, self._buffer)
@@ -362,16 +387,21 @@ class AllReduceStore(LocalStore):
             check_memory(memory, self.num_workers)
         self._wanted_memory = memory if shard is not None else None
 
-    def _set_optimizer(self, spec: OptimizerSpec) -> None:
+    def _set_optimizer(self, group: OptimizerGroup) -> None:
         wanted = self._wanted_memory
-        items = {name: repr(value) for name, value in vars(spec).items()}
+        items = {name: repr(value) for name, value in vars(group.spec).items()}
+        if group.keys is not None:
+            items["keys"] = repr(sorted(map(repr, group.keys)))
         device = self._any_device() if wanted == "auto" else _HOST
         memory = self._agreed_memory("set_optimizer", {**items, "shard": repr(wanted)}, wanted, device)
-        super()._set_optimizer(spec)
-        self._owners, self._is_updated_here = None, None
+        super()._set_optimizer(group)
+        self._owners = {one: owners for one, owners in self._owners.items() if one in self._optimizers}
         if wanted is not None and self.num_workers > 1:
-            owners = Owners(memory)
-            self._owners, self._is_updated_here = owners, lambda key: owners.of(key) == self.rank
+            self._owners[group] = Owners(memory)
+
+    def _filter_of(self, group: OptimizerGroup) -> Callable[[Key], bool] | None:
+        owners = self._owners.get(group)
+        return None if owners is None else lambda key: owners.of(key) == self.rank
 
     def owners_of(self, tensors: Sequence[torch.Tensor], memory: Sequence[float] | str) -> list[int]:
         """Assign an owner rank to each tensor, in proportion to the workers' memory. Collective.
@@ -510,20 +540,19 @@ class AllReduceStore(LocalStore):
     @property
     def owned_bytes(self) -> list[int]:
         """Bytes of the weights that each worker updates, with ``shard="optimizer"``, after the first update."""
-        return list(self._owners.nbytes) if self._owners is not None else []
+        return [*map(sum, zip(*(owners.nbytes for owners in self._owners.values()), strict=True))]
 
-    def save_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
-        state = self.optimizer_state()
+    def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:  # noqa: D102
+        state = self.optimizer_state(group=self._group_for("save_optimizer_states", group))
         if not self.rank:
             files.save(Path(path), state.tensors, state.header())
 
-    def optimizer_state(self) -> OptimizerState:
-        """Return a copy of all optimizer state, on the host; with ``shard="optimizer"`` collective."""
-        return super().optimizer_state() if self._owners is None else self._gather_optimizer_state()
+    def _state_of(self, group: OptimizerGroup) -> OptimizerState:
+        return self._gather_state(group) if group in self._owners else super()._state_of(group)
 
     @refused_on_all_ranks
-    def _gather_optimizer_state(self) -> OptimizerState:
-        own = super().optimizer_state()
+    def _gather_state(self, group: OptimizerGroup) -> OptimizerState:
+        own = super()._state_of(group)
 
         def gather() -> list[OptimizerState]:
             states = [own if rank == self.rank else None for rank in range(self.num_workers)]
@@ -531,25 +560,13 @@ class AllReduceStore(LocalStore):
 
         return OptimizerState.merged(self._run_in_order("optimizer_state", gather))
 
-    @refused_on_all_ranks
-    def load_optimizer_states(self, path: str | Path) -> None:  # noqa: D102  inherited
-        self._check_open()
-        self._needs_optimizer("load_optimizer_states")
-        self.load_optimizer_state(None if self.rank else read_optimizer_states(path))
-
-    @refused_on_all_ranks
-    def load_optimizer_state(self, state: OptimizerState | None) -> None:
-        """Load rank 0's optimizer state; ``state`` is ignored on other ranks.
-
-        Collective: all workers must call it.
-        """
-        self._check_open()
-        self._needs_optimizer("load_optimizer_state")
+    def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:
+        state = None if self.rank else read()
         whole = self._run_in_order("load_optimizer_state", partial(_broadcast_state, self._workers, state))
-        if self._owners is not None and self._is_updated_here is not None:
-            self._owners.assign((key, entry.stored) for key, entry in self._entries.items())
-            whole = whole.of_keys(self._is_updated_here)
-        super().load_optimizer_state(whole)
+        if owners := self._owners.get(group):
+            owners.assign((key, self._entries[key].stored) for key in self._keys_of(group))
+            whole = whole.of_keys(lambda key: owners.of(key) == self.rank)
+        super()._load_state(group, lambda: whole)
 
     def close(self) -> None:  # noqa: D102  inherited
         super().close()
@@ -570,15 +587,16 @@ class AllReduceStore(LocalStore):
         weight: float = 1.0,
         dense: int | None = -1,
         tensors: Sequence[torch.Tensor] = (),
+        group: OptimizerGroup | None = None,
     ) -> Negotiation:
-        rate = self._rate()
+        rate = math.nan if group is None else self._rate(group)
         return self._workers.negotiate(call, plan, weight=weight, dense=dense, learning_rate=rate, tensors=tensors)
 
-    def _rate(self) -> float:
+    def _rate(self, group: OptimizerGroup) -> float:
         """Return the learning rate to send: rank 0's, or one that was set here since the last update; else NaN."""
-        if self._optimizer is None or (self.rank and not self._sets_rate):
+        if self.rank and group not in self._sets_rate:
             return math.nan
-        return self._optimizer.learning_rate
+        return self._optimizers[group].learning_rate
 
 
 def with_owners(store: KVStore) -> AllReduceStore:

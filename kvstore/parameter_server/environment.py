@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gangline.collectives.environments.environment import number
 from gangline.collectives.environments.restart import ELASTIC
-from gangline.collectives.transports.addresses import local_address
+from gangline.collectives.transports.addresses import local_address, meeting_address
 
 ROLES = ("scheduler", "server", "worker")
 
@@ -40,8 +40,8 @@ class ServerJob(NamedTuple):
 def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     """Read DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER.
 
-    DMLC_WORKER_ID or DMLC_SERVER_ID requests a rank; DMLC_INTERFACE names the interface by which other hosts reach this
-    one.
+    DMLC_WORKER_ID or DMLC_SERVER_ID requests a rank; GANGLINE_INTERFACE or DMLC_INTERFACE names the interface by which
+    other hosts reach this one.
 
     Raises:
         ValueError: if a variable is missing, out of range or not a number; the message names it.
@@ -59,7 +59,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     name, count = ("DMLC_SERVER_ID", servers) if role == "server" else ("DMLC_WORKER_ID", workers)
     most = (1 << 16) - 1 if role == "worker" and environment.get(ELASTIC) else count - 1  # new workers get new ranks
     rank = _number(environment, name, 0, most) if name in environment else -1
-    interface = local_address(host, environment.get("DMLC_INTERFACE"))
+    host = meeting_address(host, environment)
+    interface = local_address(host, environment)
     descriptor = int(announce) if announce else None
     is_supervised = environment.get("GANGLINE_SUPERVISED") == "1"
     return ServerJob(role, host, port, workers, servers, rank, interface, descriptor, is_supervised)

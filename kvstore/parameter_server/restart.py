@@ -102,6 +102,8 @@ class Continuation:
         if found is None:
             return None
         state, pushes, rounds, numbers = found
+        if late := pushes.keys() - self._shards.keys():
+            self._refuse_late(late)
         self._scheduler.restore_numbers(numbers)
         self._is_set_up, self._step = True, max(pushes.values(), default=0)
         self.pushes.update(pushes)
@@ -134,11 +136,13 @@ class Continuation:
         _log.warning("worker %d takes part from round %d on", self._scheduler.rank, first)
 
     def _pushed_by_servers(self) -> dict[Key, tuple[int, int]]:
-        """Return for each pushed key the fewest rounds that a shard has from this worker, and the most from any worker."""
-        done: dict[int, tuple[int, int]] = {}
+        """Return for each pushed key the fewest rounds that a shard has from this worker, and the most from any."""
+        done: dict[int, tuple[int, int, Key]] = {}
         for packed, _ in command(self._servers, "rounds"):
-            done.update({shard: (own, most) for shard, own, most in msgpack.unpackb(packed)})
-        of_key = {key: [done[shard.number] for shard in shards] for key, shards in self._shards.items()}
+            done.update({shard: (own, most, key) for shard, own, most, key in msgpack.unpackb(packed)})
+        of_key = {key: [done.pop(shard.number)[:2] for shard in shards] for key, shards in self._shards.items()}
+        if done and not self._is_elastic:  # whose pushes this worker cannot count
+            self._refuse_late(key for _, _, key in done.values())
         return {
             key: (min(own for own, _ in of), max(most for _, most in of))
             for key, of in of_key.items()
@@ -200,6 +204,10 @@ class Continuation:
         """Raise RuntimeError if, in an elastic job, a call that new workers repeat comes after the first push."""
         if self._is_elastic and (any(self.pushes.values()) or (self._scheduler.is_restarted and self._step)):
             raise RuntimeError(f"{call}() comes after the first push or pull; expected it before, in an elastic job")
+
+    def _refuse_late(self, keys: Iterable[Key]) -> None:
+        names = ", ".join(sorted({repr(key) for key in keys}))
+        self.refuse(f"a loop that initialises keys after its first push ({names})")
 
     def refuse(self, what: str) -> None:
         """Raise an error, also on the other workers, if workers may come late and ``what`` cannot go on then."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter, itemgetter
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
@@ -30,10 +29,11 @@ from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.remote_errors import error_text, refusal
 from gangline.kvstore.group.serialization import name_of_dtype
 from gangline.kvstore.group.worker_group import WorkerGroup
-from gangline.kvstore.interface import KVStore, read_optimizer_states, refused_on_all_ranks
+from gangline.kvstore.interface import KVStore, check_kept, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
-from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
+from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server import environment
 from gangline.kvstore.parameter_server.client.pending import RequestWork, command, request_all
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -137,9 +137,8 @@ class DistStore(KVStore):
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
         self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
-        self._spec: OptimizerSpec | None = None
-        self._learning_rate: float | None = None
-        self._sent_rate: float | None = None  # sent with pushes: on rank 0, and where set since the last join()
+        self._rates: dict[int, float] = {}  # learning rates by number of the group
+        self._sent_rates: dict[int, float] = {}  # sent with pushes: on rank 0, and where set since the last join()
         self._late_error: Exception | None = None  # of a push that had already returned
         self._final_error: Exception | None = None  # raised by all later calls: a push may be lost, or join() failed
         self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
@@ -199,6 +198,7 @@ class DistStore(KVStore):
 
     def keep(self, state: Any) -> None:  # noqa: D102  inherited
         self._check_open()
+        check_kept(state)
         self._continuation.keep(state)
 
     def kept(self) -> Any:  # noqa: D102  inherited
@@ -273,7 +273,7 @@ class DistStore(KVStore):
         self._settle()
         command(self._servers, "join")
         try:
-            result = self._scheduler.join(msgpack.packb([list(self._rounds.items()), self._sent_rate]))
+            result = self._scheduler.join(msgpack.packb([list(self._rounds.items()), list(self._sent_rates.items())]))
         except BaseException as error:  # rounds have closed without this worker, so it cannot push any more
             why = f"has given up join(): {str(error) or type(error).__name__}"
             kind = type(error) if isinstance(error, GanglineError) else GanglineError
@@ -281,17 +281,18 @@ class DistStore(KVStore):
             if not isinstance(error, DeadNodeError):  # else the others have the error of that death
                 self._scheduler.leave(why)
             raise
-        rates: list[tuple[int, float]] = []  # pushes of a worker with a learning rate, and the rate
+        rates: dict[int, list[tuple[int, float]]] = {}  # pushes of a worker with a learning rate, and the rate
         for packed in result.data:
-            rounds, rate = msgpack.unpackb(packed) if packed else ([], None)
-            if rate is not None:
-                rates.append((sum(number for _, number in rounds), rate))
+            rounds, sent = msgpack.unpackb(packed) if packed else ([], [])
+            for group, rate in sent:
+                rates.setdefault(group, []).append((sum(number for _, number in rounds), rate))
             for key, number in rounds:
                 self._rounds[key] = max(self._rounds.get(key, 0), number)
         self._continuation.pushes.update(self._rounds)
         command(self._servers, "resume")
-        if rates:  # the rate of the worker with the most pushes; of equal ones, that of the lowest rank
-            self._resume_rate(max(rates, key=itemgetter(0))[1])
+        for group, found in rates.items():
+            # the rate of the worker with the most pushes; of equal ones, that of the lowest rank
+            self._resume_rate(group, max(found, key=itemgetter(0))[1])
         self.barrier()
         return result.last
 
@@ -304,8 +305,11 @@ class DistStore(KVStore):
         if self._scheduler.is_elastic:  # only workers of the start take part
             gathered = [one for one in gathered if one is not None]
         new = agree_on_keys(gathered, self._shards)
-        whole = self._spec is not None and self._spec.needs_whole_keys
-        placed = self._sharding.place(new, whole=whole)
+        by_group = self._groups.by_group({layout.key: layout for layout in new})
+        placed: dict[Key, list[ShardPlacement]] = {}
+        for group, of_group in by_group.items():
+            whole = group is not None and group.spec.needs_whole_keys
+            placed |= self._sharding.place([*of_group.values()], whole=whole)
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
         self._continuation.pushes.update(dict.fromkeys(placed, 0))
@@ -365,7 +369,8 @@ class DistStore(KVStore):
         pairs = merged(pairs)
         if self._scheduler.keeps_positions:
             self._continuation.count([key for key, _ in pairs])
-        rate = self._sent_rate
+        group = self._groups.of(pairs[0][0]) if pairs and self._sent_rates else None
+        rate = None if group is None else self._sent_rates.get(group.number)
         merged_outs = None if outs is None else merged(outs)
 
         def push(work: RequestWork) -> None:
@@ -496,27 +501,36 @@ class DistStore(KVStore):
 
     # Optimizer
 
-    def _set_optimizer(self, spec: OptimizerSpec) -> None:
+    def _set_optimizer(self, group: OptimizerGroup) -> None:
+        spec, number = group.spec, group.number
         self._continuation.check_setting_up("set_optimizer")
         if spec.clip_global_norm is not None:
             self.check_not_restarted("an optimizer with clip_global_norm")
-        packed = optimizer_shards.pack_spec(spec)
-        for key, shards in self._shards.items():
-            KeyedOptimizer(spec).check(key, shards[0].layout.empty())
+        keys = None if group.keys is None else sorted(group.keys, key=repr)
+        packed = optimizer_shards.pack_group(number, keys, spec)
+        own = [key for key in self._shards if (key in group.keys if group.keys is not None else self._is_loose(key))]
+        for key in own:
+            KeyedOptimizer(spec).check(key, self._shards[key][0].layout.empty())
         self._catch_up("set_optimizer")
-        self._workers.check_same({name: repr(value) for name, value in vars(spec).items()}, "set_optimizer")
+        self._workers.check_same({**{n: repr(v) for n, v in vars(spec).items()}, "keys": repr(keys)}, "set_optimizer")
         if spec.needs_whole_keys:
-            self._merge_shards()
+            self._merge_shards(own)
         self._workers.run_on_rank(lambda: command(self._servers, "optimizer", packed), "set_optimizer")
-        self._spec = spec
-        self._learning_rate = float(spec.arguments["lr"])
-        self._sent_rate = None if self.rank else self._learning_rate
-        if self._sent_rate is not None and self.is_async and self.is_restarted:
-            self._send_rate(self._sent_rate)  # servers have the rate of the former process
+        rate = self._rates[number] = float(spec.arguments["lr"])
+        self._sent_rates.pop(number, None)
+        if not self.rank:
+            self._sent_rates[number] = rate
+            if self.is_async and self.is_restarted:
+                self._send_rate(number, rate)  # servers have the rate of the former process
 
-    def _merge_shards(self) -> None:
+    def _is_loose(self, key: Key) -> bool:
+        """Return True if a key is in no group with keys of its own."""
+        group = self._groups.of(key)
+        return group is None or group.keys is None
+
+    def _merge_shards(self, keys: Sequence[Key]) -> None:
         """Replace the shards of each split key by one, for an optimizer that needs the whole tensor."""
-        split = [key for key, shards in self._shards.items() if len(shards) > 1]
+        split = [key for key in keys if len(self._shards[key]) > 1]
         values: dict[Key, Tensor] = {}
 
         def pull() -> None:
@@ -539,112 +553,82 @@ class DistStore(KVStore):
 
         self._workers.run_on_rank(define, "set_optimizer")
 
-    @property
-    def updates_wait(self) -> bool:  # noqa: D102  inherited
-        return self._spec is not None and self._spec.clip_global_norm is not None
+    def _update(self, group: OptimizerGroup) -> None:
+        number, spec = msgpack.packb(group.number), group.spec
 
-    def _update(self) -> None:
         def update(rate: float | None) -> None:
-            assert self._spec is not None
-            assert self._spec.clip_global_norm is not None
-            norms = [one for packed, _ in command(self._servers, "norms") for one in msgpack.unpackb(packed)]
+            assert spec.clip_global_norm is not None
+            norms = [one for packed, _ in command(self._servers, "norms", number) for one in msgpack.unpackb(packed)]
             if norms:
                 norm = clipping.norm_of_norms(torch.tensor(norms, dtype=torch.float64, device="cpu").unbind())
-                factor = clipping.factor(norm * abs(self._spec.rescale_grad), self._spec.clip_global_norm)
-                command(self._servers, "update", msgpack.packb([float(factor), rate]))
+                factor = clipping.factor(norm * abs(spec.rescale_grad), spec.clip_global_norm)
+                command(self._servers, "update", msgpack.packb([group.number, float(factor), rate]))
 
-        self._end_updates(update, "update")
+        self._end_updates(group, update, "update")
 
-    def _drop_updates(self) -> None:
-        self._end_updates(lambda _: command(self._servers, "drop"), "drop_updates")
+    def _drop_updates(self, group: OptimizerGroup) -> None:
+        number = msgpack.packb(group.number)
+        self._end_updates(group, lambda _: command(self._servers, "drop", number), "drop_updates")
 
-    def _end_updates(self, action: Callable[[float | None], object], what: str) -> None:
+    def _end_updates(self, group: OptimizerGroup, action: Callable[[float | None], object], what: str) -> None:
         """Run an action on the first worker that is not inside join(), with the learning rate; None: no change."""
         self._catch_up(what)
-        gathered = self._workers.all_gather([self._sent_rate], what)
+        gathered = self._workers.all_gather([self._sent_rates.get(group.number)], what)
         present = [rank for rank, one in enumerate(gathered) if one is not None]
         rate = next((gathered[rank][0] for rank in present if gathered[rank][0] is not None), None)
         self._workers.run_on_rank(lambda: action(rate), what, present[0])
 
-    @property
-    def learning_rate(self) -> float:  # noqa: D102  inherited
-        self._check_open()
-        return self._with_optimizer("learning_rate")
+    def _rate_of(self, group: OptimizerGroup) -> float:
+        return self._rates[group.number]
 
-    def set_learning_rate(self, learning_rate: float) -> None:
+    def _set_rate(self, group: OptimizerGroup, rate: float) -> None:
         """Set the learning rate from the next push on; that of the lowest rank outside `join` is used.
 
         In an async store it is sent to the servers at once, and applies to pushes of all workers that arrive later.
-
-        Raises:
-            StallError: if a server of an async store does not answer within the timeout.
-            DeadNodeError: if a server of an async store has died.
         """
-        self._check_open()
-        check_learning_rate(learning_rate)
-        self._with_optimizer("set_learning_rate")
-        rate = float(learning_rate)
-        if self.is_async and rate != self._sent_rate:
-            self._send_rate(rate)
-        self._learning_rate = self._sent_rate = rate
+        if self.is_async and rate != self._sent_rates.get(group.number):
+            self._send_rate(group.number, rate)
+        self._rates[group.number] = self._sent_rates[group.number] = rate
 
-    def _send_rate(self, rate: float) -> None:
-        """Set this worker's learning rate on all servers, after its earlier pushes."""
+    def _send_rate(self, number: int, rate: float) -> None:
+        """Set this worker's learning rate of a group on all servers, after its earlier pushes."""
         self._settle()
-        command(self._servers, "learning_rate", msgpack.packb(rate))
+        command(self._servers, "learning_rate", msgpack.packb([number, rate]))
 
-    def _resume_rate(self, rate: float) -> None:
+    def _resume_rate(self, number: int, rate: float) -> None:
         """Continue after join() with the same learning rate on all workers, which rank 0 sends."""
-        if self.is_async and self.rank == 0 and rate != self._sent_rate:
-            self._send_rate(rate)
-        self._learning_rate = rate
-        self._sent_rate = None if self.rank else rate
+        if self.is_async and self.rank == 0 and rate != self._sent_rates.get(number):
+            self._send_rate(number, rate)
+        self._rates[number] = rate
+        self._sent_rates.pop(number, None)
+        if not self.rank:
+            self._sent_rates[number] = rate
 
-    def _with_optimizer(self, call: str) -> float:
-        """Return the learning rate; RuntimeError if no optimizer is set."""
-        if self._learning_rate is None:
-            raise RuntimeError(f"{call} needs an optimizer; call set_optimizer first")
-        return self._learning_rate
+    def _shards_of(self, group: OptimizerGroup) -> dict[Key, list[ShardPlacement]]:
+        return {key: shards for key, shards in self._shards.items() if self._groups.of(key) is group}
 
-    def optimizer_state(self) -> OptimizerState:  # noqa: D102  inherited
-        self._check_open()
-        rate = self._with_optimizer("optimizer_state")
-        assert self._spec is not None
+    def _state_of(self, group: OptimizerGroup) -> OptimizerState:
         self._catch_up("optimizer_state")
-        return optimizer_shards.merge_states(self._spec, rate, self._shards, self._state_parts())
+        return optimizer_shards.merge_states(
+            group.spec, self._rates[group.number], self._shards_of(group), self._state_parts(group)
+        )
 
-    def _state_parts(self) -> Iterator[tuple[bytes, list[Tensor]]]:
-        """Yield the optimizer state of all shards, from each server in parts that messages can hold."""
-        left = _by_server(shard for shards in self._shards.values() for shard in shards)
+    def _state_parts(self, group: OptimizerGroup) -> Iterator[tuple[bytes, list[Tensor]]]:
+        """Yield the optimizer state of a group's shards, from each server in parts that messages can hold."""
+        left = _by_server(shard for shards in self._shards_of(group).values() for shard in shards)
         while left:
-            results = command(
-                self._servers, "state", {server: (msgpack.packb(own), ()) for server, own in left.items()}
-            )
-            for server, part in zip(sorted(left), results, strict=True):
+            asked = {server: (msgpack.packb([group.number, own]), ()) for server, own in left.items()}
+            for server, part in zip(sorted(left), command(self._servers, "state", asked), strict=True):
                 del left[server][: len(optimizer_shards.unpack_part(*part)[0])]
                 yield part
             left = {server: own for server, own in left.items() if own}
 
-    @refused_on_all_ranks
-    def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Load rank 0's optimizer state. Collective: all workers must call it."""
-        self._load(lambda: state)
-
-    @refused_on_all_ranks
-    def load_optimizer_states(self, path: str | Path) -> None:
-        """Load the optimizer's state from rank 0's file. Collective: all ranks must call it."""
-        self._load(lambda: read_optimizer_states(path))
-
-    def _load(self, state: Callable[[], OptimizerState]) -> None:
-        self._check_open()
-        self._with_optimizer("load_optimizer_state")
-        assert self._spec is not None
-        spec = self._spec
+    def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:
         self._catch_up("load_optimizer_state")
         self._workers.barrier("load_optimizer_state")
 
         def load() -> None:
-            for parts in optimizer_shards.split_state(spec, state(), self._shards):
+            for parts in optimizer_shards.split_state(group, read(), self._shards_of(group)):
                 command(self._servers, "load", parts)
 
         self._workers.run_on_rank(load, "load_optimizer_state")

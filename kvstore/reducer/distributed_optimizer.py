@@ -127,6 +127,8 @@ class DistributedOptimizer(NetworkState, Optimizer):
             except BaseException:  # raised again
                 self.close()
                 raise
+        else:
+            self.kvstore.attach("DistributedOptimizer", (), None)
 
     def _join_workers(self, shard: str | None, memory: Sequence[float] | str) -> None:
         kind, store = type(self._optimizer).__name__, self.kvstore
@@ -140,11 +142,7 @@ class DistributedOptimizer(NetworkState, Optimizer):
             )
         if len({parameter.device for parameter in parameters.values()}) > 1:
             raise ValueError("the parameters are on several devices; expected one device per worker")
-        held = [key for key in parameters if key in store]
-        if held:
-            raise ValueError(f"the {store.type!r} store holds keys {held} already; give each optimizer its own")
-        if _runs_optimizer(store):
-            raise ValueError(f"the {store.type!r} store runs an optimizer of its own; expected one without")
+        store.attach("DistributedOptimizer", parameters, None)
         self._parameters = parameters
         self._trained = trained = {key: one for key, one in parameters.items() if one.requires_grad}
         self._hooks = [
@@ -405,11 +403,3 @@ class _OwnedParameters:
         for theirs in self._store.group.all_gather(list(own["state"].items()), "state_dict"):
             state |= {int(number): values for number, values in theirs}
         return {**own, "state": dict(sorted(state.items()))}
-
-
-def _runs_optimizer(store: KVStore) -> bool:
-    try:
-        store.learning_rate  # noqa: B018  raises without an optimizer
-    except RuntimeError:
-        return False
-    return True

@@ -24,6 +24,7 @@ from gangline.collectives.work import Work
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.nan_check import checks_finite, not_finite
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
@@ -96,6 +97,8 @@ class Reducer:
         loose: Collection[Any] = (),
         sparse: Collection[Any] = (),
         in_place: bool = False,
+        group: OptimizerGroup | None = None,
+        continues_by: str = "a Trainer whose loop does not call kept()",
     ) -> None:
         """Register hooks on the trained parameters.
 
@@ -106,6 +109,8 @@ class Reducer:
             sparse: keys whose gradients may be sparse; others are ignored.
             in_place: let the store update the parameters of a single replica in place, which it must not do during
                 backward.
+            group: optimizer of the keys; None: the store returns sums.
+            continues_by: whose training cannot go on in a restarted worker without a call of `kept`.
         """
         watch_torch()
         self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
@@ -115,6 +120,10 @@ class Reducer:
         self._bucket_of: dict[Key, BucketState] = {}
         self._loose = set(loose)
         self._in_place = in_place
+        self.group = group
+        self._updates_wait = group is not None and group.updates_wait
+        self._continues_by = continues_by
+        self._must_continue = store.is_restarted and not store.is_elastic  # where `share` does it
         self.sparse_keys = set(sparse).intersection(parameters[0])  # their gradients are pushed as rows
         self._arrivals: dict[Key, int] = {}  # arrivals of each gradient in the recorded backward, in order
         self._order: list[list[Key]] = []  # keys in bucket order, repeated and sparse ones
@@ -130,6 +139,10 @@ class Reducer:
         self._push_lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._is_early = False
+        self.before_rows: Callable[[Key, torch.Tensor | None], object] = _ignore
+        """Called with a key and row numbers (None: all rows) before the gradients of these rows are pushed."""
+        self.after_rows: Callable[[Key, torch.Tensor | None], object] = _ignore
+        """Called when the store's values have replaced these rows."""
         self._add_hooks()
 
     def _add_hooks(self) -> None:
@@ -156,6 +169,8 @@ class Reducer:
             rerun: the backward computes gradients of the same batch again after an earlier one has failed. Buckets
                 that were pushed then held the gradients of all replicas: they count, and are not pushed again.
         """
+        if push_early:
+            self._check_continued()
         self._active = list(active)
         self._weight = weight
         self._is_rerun = rerun
@@ -207,14 +222,22 @@ class Reducer:
         if self._store.keeps_state:
             weights = {key: parameter.detach() for key, parameter in self._parameters[0].items()}
             residuals = self._store.compression_residuals()
-            self._store.keep([state, self._order, weights, residuals, self._store.learning_rate])
+            assert self.group is not None
+            self._store.keep([state, self._order, weights, residuals, self.group.learning_rate])
 
     @torch.no_grad()
     def kept(self) -> Any:
-        """Restore the weights saved before a restart, and return the caller's state; None if there is none."""
+        """Restore the weights saved before a restart, and return the caller's state; None if there is none.
+
+        RuntimeError if nothing was saved before this worker's first push.
+        """
         found = self._store.kept()
         if found is None:
+            if self._must_continue and self._store.first_step:
+                self._store.check_not_restarted("training of which nothing was kept")
+            self._must_continue = False
             return None
+        self._must_continue = False
         state, order, weights, residuals, learning_rate = found
         if order and not self._buckets:
             self._use_order(order)
@@ -223,13 +246,13 @@ class Reducer:
                 of_replica[key].copy_(value)
         if self._store.compresses:
             self._store.load_compression_residuals(residuals)
-        self._store.set_learning_rate(learning_rate)
+        self._store.set_learning_rate(learning_rate, group=self.group)
         return state
 
     def _drop_updates(self) -> None:
         """After a failed push, drop the pushes that wait for an update; other workers drop or refuse them."""
-        if self._store.updates_wait:
-            _make_calls([self._store.drop_updates])
+        if self._updates_wait:
+            _make_calls([partial(self._store.drop_updates, group=self.group)])
 
     def _reload(self) -> None:
         """After a failed step, pull the weights of all buckets, ignoring errors."""
@@ -338,7 +361,13 @@ class Reducer:
         with recorder.current.span("exchange") if recorder.current is not None else nullcontext():
             self._finish(weight)
 
+    def _check_continued(self) -> None:
+        """Fail the job if this worker was restarted, and its loop begins anew."""
+        if self._must_continue:
+            self._store.check_not_restarted(f"training by {self._continues_by}")
+
     def _finish(self, weight: float | None) -> None:
+        self._check_continued()
         self._active = []
         self._weight = weight
         try:
@@ -372,8 +401,8 @@ class Reducer:
         except Exception:  # whatever failed, no later update may use what was pushed; raised again
             self._drop_updates()
             raise
-        if self._store.updates_wait:
-            self._store.update()
+        if self._updates_wait:
+            self._store.update(group=self.group)
         self._pull_rows(rows)
 
     def _push_incomplete(self, state: BucketState) -> None:
@@ -404,8 +433,8 @@ class Reducer:
         """
         self._active = []
         pushed = [state for state in self._buckets if state.push is not None]
-        if self._store.updates_wait:  # nothing has been updated
-            self._store.drop_updates()
+        if self._updates_wait:  # nothing has been updated
+            self._store.drop_updates(group=self.group)
             pushed = []
         for state in self._buckets:
             state.pending = {}
@@ -427,14 +456,16 @@ class Reducer:
             if self._in_step:
                 numbers = _numbers_of(gradients if self._weight != 0 else [])
                 rows[key] = _distinct(self._gather_rows(numbers))  # rows that any worker pushes
+                self.before_rows(key, rows[key])
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
                     self._store.push_weighted(key, gradients or None, self._weight)
             elif gradients:
-                self._store.push(key, gradients)
                 is_alone = self._store.num_workers == 1  # else other workers push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
+                self.before_rows(key, rows[key])
+                self._store.push(key, gradients)
         return rows
 
     def _gather_rows(self, own: Any) -> list[Any]:
@@ -451,6 +482,7 @@ class Reducer:
                 self._store.pull(key, self._weights(key))
             else:
                 self._store.row_sparse_pull(key, self._weights(key), row_ids=numbers)
+            self.after_rows(key, numbers)
 
     def _make_dense(self, keys: Iterable[Key]) -> None:
         """Convert sparse gradients of parameters whose first gradient was dense."""
@@ -516,6 +548,10 @@ class Reducer:
         self._buckets.append(state)
         self._bucket_of.update(dict.fromkeys(state.keys, state))
 
+    def flat_weights(self) -> list[tuple[list[Key], torch.Tensor]]:
+        """Return the keys and the first replica's flat weights of the buckets whose parameters are views of them."""
+        return [(state.keys, state.weights[0]) for state in self._buckets if state.weights and not state.is_loose]
+
     def view_of(self, key: Key) -> torch.Tensor | None:
         """Return the first replica's view of a key in its flat weights, as last pulled; None without a bucket."""
         state = self._bucket_of.get(key)
@@ -570,6 +606,10 @@ def places_of(tensors: Iterable[torch.Tensor]) -> list[_Place]:
     """Return the address and strides of each tensor."""
     given = [*tensors]
     return [*zip(map(_data_ptr, given), map(_stride, given), strict=True)]
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 def _make_calls(calls: Iterable[Callable[[], object]]) -> None:

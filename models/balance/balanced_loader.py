@@ -88,10 +88,16 @@ class BalancedLoader:
 
         Raises:
             RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
+            TypeError: if the model is not a network, or the group not a process group.
             ValueError: if an argument is invalid, or the loader cannot be split.
             MismatchError: on all ranks, if their loaders or arguments differ.
         """
-        networks = [model] if isinstance(model, nn.Module) else list(model)
+        networks = _checked_networks(model, loader)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"group is {group!r}; expected a process group of torch.distributed with this rank, such as "
+                "mesh.get_group('dp'), or None for the ranks of the network's wrapper"
+            )
         self._group = group_of(networks, group)
         self._exchange = RankExchange(self._group)
         size, rank = self._exchange.size, self._exchange.rank
@@ -340,7 +346,15 @@ class BalancedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called: the next epoch skips the samples that were handed out."""
+        """Continue where `state_dict` was called: the next epoch skips the samples that were handed out.
+
+        Raises:
+            ValueError: if it is not what `state_dict` returned.
+        """
+        if missing := [name for name in ("epoch", "batch", "samples", "seed", "split") if name not in state]:
+            raise ValueError(
+                f"the state has no {', '.join(missing)}; expected what state_dict() of a balanced loader returned"
+            )
         self.set_epoch(state["epoch"])
         self._first = state["batch"]
         self._balance.load_state(state["split"])
@@ -375,6 +389,19 @@ class BalancedLoader:
         if self._weights is not None:
             self._weights.close()
         self._exchange.close()
+
+
+def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
+    networks = []
+    for network in model if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]:
+        if not isinstance(network, nn.Module):
+            swapped = ": write balance(model, loader)" if isinstance(loader, nn.Module) else ""
+            raise TypeError(
+                f"the first argument of balance() is a {type(model).__name__}; expected the network that the loop "
+                f"trains, or a list of its networks{swapped}"
+            )
+        networks.append(network)
+    return networks
 
 
 balance = BalancedLoader  # the name by which programs create it

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -119,15 +121,29 @@ class RankOrder:
         own = chain(self._lists if reads else ())  # `read` opens it, whose errors reach all ranks
         count = _CHUNK if self._of_all_ranks else _CHUNK * self._exchange.size
 
-        def read() -> list[Sequence[Any]]:
-            return [list(each) for each in islice(own, count)]
+        def read() -> tuple[list[Any] | Tensor, list[int]]:
+            lists = [list(each) for each in islice(own, count)]
+            indices = list(chain.from_iterable(lists))
+            is_plain = all(isinstance(index, int | np.integer) for index in indices)  # a tensor is read much faster
+            packed = torch.tensor(indices, dtype=torch.int64, device="cpu") if is_plain else indices
+            return packed, [len(each) for each in lists]
 
-        while any(found := self._exchange.all_gather_results(read, "reading the order of samples")):
+        while True:
+            found = [
+                _cut(*packed) for packed in self._exchange.all_gather_results(read, "reading the order of samples")
+            ]
+            if not any(found):
+                return
             if self._of_all_ranks:
                 longest = max(map(len, found))
                 yield [of_rank[n] if n < len(of_rank) else [] for n in range(longest) for of_rank in found]
             else:
                 yield found[0]
+
+
+def _cut(indices: list[Any] | Tensor, lengths: list[int]) -> list[Sequence[Any]]:
+    flat = iter(indices.tolist() if isinstance(indices, Tensor) else indices)
+    return [list(islice(flat, length)) for length in lengths]
 
 
 GlobalOrder = SampleOrder | RankOrder

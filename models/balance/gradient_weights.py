@@ -205,7 +205,8 @@ def check_not_balanced(networks: Sequence[nn.Module]) -> None:
             if _balanced.get(parameter, lambda: None)() is not None:
                 raise RuntimeError(
                     f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
-                    "weighted twice; call close() of that loader first"
+                    "weighted twice; balance the loader that trains only, and leave those of evaluation as they are; "
+                    "to train with another loader, call close() of the first one"
                 )
 
 

@@ -24,6 +24,11 @@ Stream = Literal["own", "same"]
 def check_stream(loader: Any, stream: str | None, global_batch: int | None, ranks: int) -> int:
     """Return the number of samples of a global batch; ValueError if the arguments do not determine it."""
     own = own_iteration(loader)
+    if stream is None and hasattr(loader, "__getitem__") and not isinstance(loader, list | tuple):
+        raise ValueError(
+            f"the loader is a {type(loader).__name__}, a data set; expected a DataLoader over it, such as "
+            "DataLoader(dataset, batch_size=32)"
+        )
     if own is None:
         kind = type(loader.dataset).__name__
         if not isinstance(loader.dataset, IterableDataset):

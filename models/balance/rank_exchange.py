@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend  # noqa: F401  registers the backend
+from gangline.kvstore.group.objects import pack_object, unpack_object
 
 T = TypeVar("T")
 
@@ -46,10 +47,22 @@ class RankExchange:
         """Destroy the process group; also called when this object is collected, and at the end of the process."""
 
     def all_gather(self, data: Any) -> list[Any]:
-        """Return every rank's data in rank order. Collective."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, data, group=self._group)
-        return found
+        """Return every rank's data in rank order. Collective.
+
+        Raises:
+            TypeError: on all ranks, if the data has a type that needs pickle and GANGLINE_ALLOW_PICKLE is not 1.
+        """
+        packed = torch.frombuffer(bytearray(pack_object(data)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(packed)], device="cpu"), group=self._group)
+        padded = packed.new_zeros(int(max(lengths)))
+        padded[: len(packed)] = packed
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=self._group)
+        return [
+            unpack_object(part[: int(length)].numpy().tobytes(), f"what balance() sends from rank {rank}")
+            for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
+        ]
 
     def all_gather_results(self, call: Callable[[], T], doing: str) -> list[T]:
         """Run a function on every rank and return all results; ``doing`` names it in errors. Collective.

@@ -121,9 +121,6 @@ def _initialize(module: Module, train: Source, options: FitOptions) -> None:
     if sets_optimizer:
         module.init_optimizer(*request)
         module.run_state.optimizer_set_by_fit = True
-    elif set_by_fit and module.bound.replicas.unfrozen():
-        module.train_unfrozen()
-        module.run_state.optimizer_set_by_fit = True
     elif request not in (_DEFAULT_REQUEST, module.optimizer_request):
         module.logger.warning("init_optimizer() was called before; fit() ignores its own kvstore and optimizer")
 

@@ -131,6 +131,7 @@ def test_a_peer_that_fails_is_left_out(alone: Candidate, monkeypatch: pytest.Mon
     done = CliRunner().invoke(bench, [*words, "--ranks", "1", "--peers", "gloo"], catch_exceptions=False)
     assert done.exit_code == 0
     assert done.output.count("skipping gloo: alone, rank 0 failed: ValueError: no max") == 1
+    assert "measuring all_reduce at 2 sizes: 1 runs of 2 steps" in done.output.partition("# all_reduce")[0]
     rows = [line.split() for line in done.output.splitlines() if line.split()[:1] in (["8"], ["16"])]
     assert [(row[0], row[-1]) for row in rows] == [(size, "alone") for size in ("8", "16")]
 

@@ -10,12 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.driver.hosts import obstacle
-from gangline.advise.advice import Advice, Finding, Remedy
+from gangline.advise.advice import Advice, Finding, Remedy, advise
+from gangline.advise.steps import COLUMNS, JobSteps, ProcessSteps, Step
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
 from tests.cli.advise_causes import CAUSES, SMALL
 from tests.programs import python
 
+AVERAGES = ("bytes", "compress_seconds", "uncompressed_bytes", "compressed_bytes")
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -39,6 +41,16 @@ def test_the_first_remedy_that_can_be_applied_to_a_command_is_verified() -> None
     assert advice().remedy() is None
     assert advice(looked_for).remedy() is None
     assert advice(looked_for, larger).remedy() is larger
+
+
+@pytest.mark.parametrize(("threads", "has_remedy"), [("", True), ("4", True), ("1", False)])
+def test_one_thread_is_not_recommended_to_processes_that_have_one(threads: str, has_remedy: bool) -> None:
+    step = Step(0.0, 1.0, {name: float(name == "forward") for name in COLUMNS}, 8, {})
+    process = ProcessSteps("worker 0", "host", 2, threads, [step], 0.5, dict.fromkeys(AVERAGES, 0.0))
+    text = str(advise(JobSteps([process], {})))
+    assert "the cores of host are oversubscribed" in text
+    assert "fewer processes on this host" in text
+    assert ("OMP_NUM_THREADS=1" in text) == has_remedy
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def test_a_host_name_that_resolves_to_loopback_is_a_warning(tmp_path: Path) -> N
     finding = found["host name"]
     assert (code, finding["status"]) == (0, "warn")
     assert finding["measured"] == f"{socket.gethostname()} resolves to 127.0.1.1, a loopback address"
-    for words in ("/etc/hosts", "--interface", "DMLC_INTERFACE", "MASTER_ADDR"):
+    for words in ("/etc/hosts", "--interface", "GANGLINE_INTERFACE", "MASTER_ADDR"):
         assert words in finding["remedy"]
 
 

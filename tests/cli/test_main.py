@@ -49,7 +49,9 @@ def test_every_option_has_a_help_text() -> None:
 
 @pytest.mark.slow
 def test_env_reports_what_a_bug_report_needs() -> None:
-    report = json.loads(CliRunner().invoke(app, ["env", "--json", "-"]).stdout)
+    report = json.loads(CliRunner().invoke(app, ["env", "--json", "-"], env={"GANGLINE_TIMOUT": "5"}).stdout)
+    assert report["variables"]["GANGLINE_TIMOUT"] == "5 (unknown; did you mean GANGLINE_TIMEOUT?)"
+    assert "prometheus-client" in report["extras"]
     assert report["versions"]["torch"].startswith("2.")
     host = report["devices"]["cpu(0)"]
     assert host["context"] == "cpu(0)"
@@ -59,6 +61,28 @@ def test_env_reports_what_a_bug_report_needs() -> None:
     assert report["checks"]["cross-memory attach"]
     assert "ulimit -n is " in report["checks"]["open files"]
     assert report["launcher"] == {"found": "none"}
+
+
+MISSPELT = """\
+import sys
+import gangline
+
+def rank(comm):
+    gangline.create("local")
+
+if __name__ == "__main__":
+    gangline.spawn(rank, 2, threads=1) if sys.argv[1:] else [gangline.create("device") for _ in range(2)]
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["ranks"]])
+def test_a_misspelt_variable_is_warned_of_once(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "misspelt.py").write_text(MISSPELT)
+    done = python(tmp_path / "misspelt.py", *words, GANGLINE_TIMOUT=5, GANGLINE_XYZ=1, code=0)
+    assert done.stderr.splitlines() == [
+        "the environment variable GANGLINE_TIMOUT is unknown; did you mean GANGLINE_TIMEOUT?",
+        "the environment variable GANGLINE_XYZ is unknown; gangline does not read it",
+    ]
 
 
 def test_env_shows_the_launcher_its_values_and_outer_launchers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 
 from typer.testing import CliRunner
 
@@ -19,6 +20,19 @@ def test_plan_compares_splits_by_speed() -> None:
     assert (balanced["seconds"], equal["seconds"], balanced["times_equal"]) == (0.16, 0.32, 2)
     assert without["samples_per_s"] == 300
     assert (balanced["sample_memory_max"], equal["sample_memory_max"]) == (0.5, 11 / 32)
+
+
+def test_the_table_fits_a_terminal_and_says_when_its_units_hold() -> None:
+    words = ["--speeds", "3,1,1", "--batch", "64", "--memory", "24,11,8", "--sample-memory", "0.5"]
+    done = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "80"})
+    lines = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines()]
+    assert [row[:3] for row in lines[:4]] == [
+        ["split", "samples", "step in s"],
+        ["balanced", "39, 13, 12", "13"],
+        ["equal", "22, 21, 21", "out of memory"],
+        ["without rank 1", "48, 0, 16", "16"],
+    ]
+    assert lines[4:] == [["Seconds and samples/s hold if --speeds are in samples per second."]]
 
 
 def test_plan_keeps_within_memory() -> None:

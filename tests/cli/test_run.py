@@ -59,6 +59,16 @@ def test_a_module_runs_by_its_name(script: Path) -> None:
     assert done.stdout == "__main__ [] gangline gangline cpu:gangline 1.0 1.0 1.0\n", done.stderr
 
 
+@pytest.mark.parametrize(
+    "text", ["def f():\n    raise ValueError('wrong')\n\n\nf()\n", "import nosuch_module\n", "f(\n"]
+)
+def test_the_traceback_of_a_script_is_that_of_python(tmp_path: Path, text: str) -> None:
+    (tmp_path / "fails.py").write_text(text)
+    alone = python(tmp_path / "fails.py", code=1)
+    done = python("-m", "gangline", "run", tmp_path / "fails.py", code=1)
+    assert done.stderr.replace(SAID, "").strip() == alone.stderr.strip()
+
+
 def test_a_missing_script_is_named() -> None:
     done = CliRunner().invoke(app, ["run", "missing.py"])
     assert isinstance(done.exception, UsageError)

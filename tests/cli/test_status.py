@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from gangline.cli.main import app
 from gangline.collectives.errors import UsageError
-from gangline.collectives.liveness import status_query
+from gangline.collectives.liveness import status_query, status_socket
 from gangline.collectives.liveness.status_query import ProcessStatus, statuses
 from gangline.status.late import late_processes
 from gangline.status.metrics import serve_metrics
@@ -108,6 +108,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert (found["name"], found["waiting"]) == ("rank 1", ["rank 0"])
     assert found["what"] == "all_reduce(1000 x float32, sum)"
     assert not processes["rank 1"]["answers"]
+    assert processes["rank 1"]["host"] == processes["rank 0"]["host"] != ""
     (communicator,) = processes["rank 0"]["parts"]
     assert communicator["counters"]["bytes"] >= 6 * 4000
     assert f"is stopped: kill -CONT {stopped}" in table
@@ -196,3 +197,52 @@ def test_the_last_one_in_a_chain_of_waits_is_late() -> None:
     (found,) = late_processes(processes)
     assert (found.name, found.seconds, found.waiting) == ("worker 2", 2.5, ["worker 1"])
     assert not late_processes(processes, least=5)
+
+
+STRANGER = """
+import os, socket, sys
+os.setuid(65534)
+kept = []
+for name in sys.argv[1:3]:
+    kept.append(socket.socket(socket.AF_UNIX))
+    kept[-1].bind("\\0" + name)
+    kept[-1].listen(0)
+for _ in range(3):  # no more fit into the queue of the second name
+    kept.append(socket.socket(socket.AF_UNIX))
+    kept[-1].setblocking(False)
+    kept[-1].connect_ex("\\0" + sys.argv[2])
+for _ in range(300):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect("\\0" + sys.argv[3])
+        assert client.recv(1) == b""
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class _Waiting:
+    def status(self) -> status_socket.Part:
+        wait = status_socket.Wait(what="[/x] \x1b[31m", seconds=9.0, missing=["rank [red]1"], waiting=["worker 7"])
+        return {"part": "communicator", "counters": {}, "waits": [wait]}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_users_names_neither_end_the_table_nor_fill_it_nor_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    own = _Waiting()
+    status_socket.publish(own, "worker 7")
+    (name,) = (one for one in status_query._sockets() if status_query._process_of(one) == os.getpid())
+    names = [f"{status_socket.PREFIX}{os.getpid()}-{word}-a" for word in ("[/x]", "full")]
+    command = [sys.executable, "-IS", "-c", STRANGER, *names, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "ready\n"
+        assert set(names) < set(status_query._sockets())
+        table = status()
+        found = [one for one in json.loads(status("--json"))["processes"] if one["process"] == os.getpid()]
+        stranger.communicate()
+    status_socket.withdraw(own)
+    assert [one["name"] for one in found] == ["worker 7"]
+    assert "9.0 s in [/x] \\x1b[31m for rank [red]1" in table
+    assert "\x1b" not in table
+    refused = [text for text in caplog.messages if "belongs to another user, 65534" in text]
+    assert 1 < len(refused) < 50

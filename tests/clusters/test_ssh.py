@@ -12,7 +12,6 @@ import pytest
 
 from gangline.launcher.engines import ssh
 from gangline.launcher.engines.hostfile import parse_hosts
-from gangline.launcher.engines.ssh_agent import find_address
 from gangline.launcher.job import JobSpec
 from tests.clusters import sshd
 from tests.kvstore.test_launch import PYTHON, ROOT, Launch
@@ -130,11 +129,3 @@ def test_a_setting_that_does_not_fit_a_host_is_no_question_of_its_ssh(server: ss
     assert code == 1
     assert len(errors) == 1
     assert errors[0].startswith("gangline: host node1: --interface eth99 is not on this host; there are ")
-
-
-def test_the_address_is_that_of_ssh_or_of_an_interface() -> None:
-    assert find_address(None, "127.0.0.1 50000 127.0.0.1 22") == ("127.0.0.1", "lo")
-    for wanted in ("lo", "127.0.0.1", "127.0.0.0/8"):
-        assert find_address(wanted, "") == ("127.0.0.1", "lo")
-    with pytest.raises(ValueError, match=r"--interface eth99 is not on this host; there are .*lo \(127.0.0.1\)"):
-        find_address("eth99", "")

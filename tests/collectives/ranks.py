@@ -44,9 +44,14 @@ def run_together(calls: Iterable[Callable[[], object]]) -> None:
         thread.join()
 
 
-def in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
-    """Run ``function(comm, *arguments)`` in ``size`` threads; return the results in rank order, or raise an error."""
-    results = outcomes_in_threads(size, function, *arguments, timeout=timeout)
+def in_threads(
+    ranks: int | Sequence[Communicator], function: Callable[..., Any], *arguments: Any, timeout: float = 60
+) -> list[Any]:
+    """Run ``function(comm, *arguments)`` in a thread for each rank; return the results, or raise an error.
+
+    ``ranks`` is their number, or their communicators, which are closed.
+    """
+    results = outcomes_in_threads(ranks, function, *arguments, timeout=timeout)
     failed = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(failed, key=lambda error: isinstance(error, DeadNodeError)):  # a consequence of another error
         raise error
@@ -60,9 +65,12 @@ def in_ranks(transport: str, size: int, function: Callable[..., Any], *arguments
     return spawn(function, size, *arguments, transport=transport, timeout=60)
 
 
-def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
+def outcomes_in_threads(
+    ranks: int | Sequence[Communicator], function: Callable[..., Any], *arguments: Any, timeout: float = 60
+) -> list[Any]:
     """Run as `in_threads`, but return errors as results."""
-    results: list[Any] = [None] * size
+    comms = in_process(ranks, timeout=timeout) if isinstance(ranks, int) else ranks
+    results: list[Any] = [None] * len(comms)
 
     def run(comm: Communicator) -> None:
         try:
@@ -71,7 +79,7 @@ def outcomes_in_threads(size: int, function: Callable[..., Any], *arguments: Any
         except BaseException as error:  # noqa: BLE001  the caller raises it
             results[comm.rank] = error
 
-    run_together(partial(run, comm) for comm in in_process(size, timeout=timeout))
+    run_together(partial(run, comm) for comm in comms)
     return results
 
 

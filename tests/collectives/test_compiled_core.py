@@ -39,16 +39,17 @@ KINDS = [(dtype, op) for dtype in DTYPES for op in ops_for(dtype)]
 
 def given(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(100 * rank + count % 97)
+    if dtype.is_complex:
+        return torch.view_as_complex(given(rank, 2 * count, dtype.to_real()).view(count, 2))
     if dtype == torch.bool:
         return torch.rand(count, generator=generator) < 0.5
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not dtype.is_floating_point:
         return torch.randint(-(2**40), 2**40, (count,), generator=generator).to(dtype)
     numbers = torch.randn(count, generator=generator, dtype=torch.float64) * 10.0 ** (
         8 * torch.rand(count, generator=generator, dtype=torch.float64) - 6
     )
-    if not dtype.is_complex:
-        odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1e-7, -65504.0, 65519.0, 65520.0])
-        numbers[: count // 2 : 3] = odd[torch.randint(len(odd), (len(numbers[: count // 2 : 3]),), generator=generator)]
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-7, -65504.0, 65519.0, 65520.0])
+    numbers[: count // 2 : 3] = odd[torch.randint(len(odd), (len(numbers[: count // 2 : 3]),), generator=generator)]
     return numbers.to(dtype)
 
 

@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gangline import Communicator, in_process, spawn
+from gangline import Communicator, connect, in_process, spawn
 from gangline.collectives.liveness import status_socket
+from gangline.collectives.transports.addresses import reachable_address
+from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank, join_group
 from tests.collectives.situations import all_reduce, error_of
 
@@ -29,6 +31,7 @@ CALLS: tuple[Callable[[Communicator], object], ...] = (
     lambda comm: comm.empty(8),
     lambda comm: comm.send(torch.ones(10), 1 - comm.rank),
     lambda comm: comm.recv(torch.ones(10), 1 - comm.rank, async_op=True),
+    lambda comm: comm.dead_ranks(),
 )
 
 
@@ -86,6 +89,33 @@ def _fork(comm: Communicator) -> tuple[int, list[str]]:
     work.wait()
     comm.barrier()
     return os.getpid(), lines
+
+
+def _connect_in_child(rank: Rank, host: str, ports: list[int]) -> None:
+    """Follow the advice of the error in a child; without it, the child's rank 0 says what to do."""
+    os.environ["GANGLINE_INSECURE"] = "1"
+
+    def use(port: int) -> str:
+        with connect(rank.rank, 2, f"{host}:{port}", timeout=15) as comm:
+            return str(comm.all_reduce(torch.ones(1)).item())
+
+    def use_ports() -> str:
+        refused = texts_of([partial(use, ports[0])]) if rank.rank == 0 else ""
+        return f"{refused}\n{use(ports[1])}"
+
+    use(ports[0])
+    status, lines = in_child(use_ports)
+    rank.tell([status, *lines, use(ports[0])])
+    rank.hear()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", reachable_address()])
+def test_a_forked_process_opens_another_communicator_at_another_port(host: str) -> None:
+    with Processes(_connect_in_child, 2, host, free_ports(2, host)) as processes:
+        (status, refused, *totals), others = processes.all_heard()
+    assert (status, totals) == (0, ["2.0"] * 2)
+    assert others == [0, "", "2.0", "2.0"]
+    assert "the process does from which this one was forked; choose another port" in refused
 
 
 def _fork_during_a_call_of_torch(rank: Rank, path: str) -> None:
@@ -149,5 +179,5 @@ def test_a_forked_process_gets_an_error_and_leaves_its_parents_sockets_alone(tra
     for process, texts in spawn(_fork, 2, transport=transport, timeout=30):
         assert texts == [
             f"this communicator belongs to process {process}, from which this one was forked: open another one in the "
-            "child, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
+            "child, at another port, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
         ] * len(CALLS)

@@ -115,6 +115,23 @@ def test_an_error_reaches_the_others_with_its_class_and_text() -> None:
     assert in_processes(_tell_failures, 3) == [told, [["NoneType", False]] * len(KINDS), told]
 
 
+def _wait_for_the_last(rank: Rank) -> None:
+    membership = open_membership(rank, "ipc")
+    told = []
+    for _ in range(3):
+        membership.poll(1, SUM, {rank.size - 1})
+        told.append(len(membership._announced))
+        is_last_told = rank.size - 1 in membership._announced or rank.rank == rank.size - 1
+        assert is_last_told
+    until(lambda: len(membership.at) == rank.size, membership)
+    rank.tell(told)
+    rank.hear()
+
+
+def test_a_late_call_costs_each_rank_a_few_messages_at_a_time() -> None:
+    assert in_processes(_wait_for_the_last, 13) == [[8, 12, 12]] * 13
+
+
 # Invalid input
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from gangline.bench.algorithms import tuning
 from gangline.bench.driver.processes import Candidate
 from gangline.collectives import algorithms
 from gangline.collectives.algorithms import REGISTRY, direct
+from gangline.collectives.communicator import open_communicator
 from gangline.collectives.tuner import (
     SHARED_LIMIT,
     TRANSPORTS,
@@ -29,7 +32,9 @@ from gangline.collectives.tuner import (
     shared_serves,
     table_path,
 )
+from tests.collectives.processes import Processes, Rank
 
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 PLACE = TableKey("all_reduce", "tcp", 3, 1)
 RULES = [Rule(100, Choice("one_shot")), Rule(5000, Choice("halving_doubling")), Rule(None, Choice("ring", 4))]
 TABLE = Table({PLACE: RULES})
@@ -129,26 +134,85 @@ def damaged(**changes: Any) -> str:
         ('{"gangline_tuning": 1, "forced": {}}', "KeyError: 'places'"),
         ('{"gangline_tuning": 1, "places": [], "forced": []}', "not laid out"),
         ('{"gangline_tuning": 1, "places": [], "forced": {"reduce": ["one_shot", 1]}}', "reduce has no algorithm"),
-        (damaged(collective="barrier"), "'barrier' has no algorithms"),
-        (damaged(rules=[]), r"the limits are \[\]; expected ascending"),
-        (damaged(rules=[[100, "ring", 1]]), "and null as the last"),
-        (damaged(rules=[[9, "ring", 1], [9, "two_shot", 1], [None, "ring", 1]]), r"\[9, 9, None\]; expected ascending"),
-        (damaged(rules=[[None, "nosuch", 1]]), "no algorithm 'nosuch'; expected one of shared, ring"),
-        (damaged(rules=[[None, "ring", 0]]), "segments is 0"),
         (damaged(rules=[[None, "ring", 1, 1]]), "not laid out"),
-        (
-            damaged(rules=[[100, "shared", 1], [None, "ring", 1]]),
-            "shared takes up to 1048576 bytes in one host's memory",
-        ),
     ],
 )
-def test_a_torn_or_foreign_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_a_torn_or_foreign_file_is_named_and_stops_no_start(
+    tmp_path: Path, text: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "tuning.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         Table.load(path)
     assert str(caught.value).startswith(f"{path} is not a tuning table: ")
     assert "gangline bench tune" in str(caught.value)
+    assert Table.from_environment({"GANGLINE_TUNING": str(path)}) == Table()
+    assert caplog.messages == [f"the built-in choices of algorithms are used: {caught.value}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"collective": "barrier"}, "'barrier' has no algorithms"),
+        ({"rules": []}, r"the limits are \[\]; expected ascending"),
+        ({"rules": [[100, "ring", 1]]}, "and null as the last"),
+        ({"rules": [[9, "ring", 1], [9, "two_shot", 1], [None, "ring", 1]]}, r"\[9, 9, None\]; expected ascending"),
+        ({"rules": [[None, "double_tree", 1]]}, "no algorithm 'double_tree'; expected one of shared, ring"),
+        ({"rules": [[None, "ring", 0]]}, "segments is 0"),
+        ({"rules": [[100, "shared", 1], [None, "ring", 1]]}, "shared takes up to 1048576 bytes in one host's memory"),
+    ],
+)
+def test_unusable_rules_are_left_out_with_one_warning(
+    changes: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = json.loads(Table({PLACE: RULES, PLACE._replace(hosts=3): RULES}).to_json())
+    data["places"] = [data["places"][0] | changes, {**data["places"][0], **changes, "ranks": 9}, data["places"][1]]
+    assert Table.from_json(json.dumps(data)) == Table({PLACE._replace(hosts=3): RULES})
+    (warning,) = caplog.messages
+    assert warning.startswith("the table of algorithms has 2 unusable rules, which the built-in ones replace: ")
+    assert re.search(message, warning)
+
+
+def _with_a_table_of_its_own(rank: Rank, folder: str, is_home_closed: bool) -> None:
+    os.environ.pop("GANGLINE_TUNING", None)
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank.rank}"
+    if is_home_closed:
+        "name".encode("idna")  # imports the codec: Python itself may be in root's home
+        os.setuid(65534)
+    with open_communicator(rank.rank, rank.size, rank.exchange, timeout=20) as comm:
+        rank.tell(comm.all_reduce(torch.ones(3)).tolist())
+    rank.hear()
+
+
+@pytest.mark.parametrize("is_home_closed", [False, pytest.param(True, marks=AS_ROOT)])
+def test_no_table_of_a_rank_stops_the_start(tmp_path: Path, is_home_closed: bool) -> None:
+    for rank, text in enumerate((damaged(rules=[[None, "double_tree", 1]]), "torn")):
+        (tmp_path / f"{rank}" / "gangline").mkdir(parents=True)
+        (tmp_path / f"{rank}" / "gangline" / "tuning.json").write_text(text)
+    tmp_path.chmod(0o700)
+    with Processes(_with_a_table_of_its_own, 2, str(tmp_path), is_home_closed) as ranks:
+        assert ranks.all_heard() == [[2.0] * 3] * 2
+
+
+def _with_wrong_variables(rank: Rank, wrong: int, name: str) -> None:
+    if rank.rank == wrong:
+        os.environ[name] = "nosuch"
+    with pytest.raises((ValueError, OSError)) as caught:
+        open_communicator(rank.rank, rank.size, rank.exchange, timeout=20)
+    rank.tell(str(caught.value))
+    rank.hear()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [(0, "GANGLINE_TUNING"), (0, "GANGLINE_ALGO"), (1, "GANGLINE_TRANSPORT"), (1, "GANGLINE_HEARTBEAT")],
+)
+def test_a_wrong_variable_of_one_rank_is_an_error_of_all(wrong: int, name: str) -> None:
+    with Processes(_with_wrong_variables, 2, wrong, name) as ranks:
+        texts = ranks.all_heard()
+    assert name in texts[wrong]
+    assert texts[1 - wrong].startswith(f"rank {wrong}: ")
+    assert texts[1 - wrong].endswith(texts[wrong])
 
 
 def test_the_environment_gives_the_path_of_the_table(tmp_path: Path) -> None:

@@ -41,6 +41,11 @@ def path_of_new_file() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+def _divided(tensor: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Divide as `floor_divide` of torch before 1.13 did: rounded towards zero."""
+    return tensor.div(divisor, rounding_mode="trunc")
+
+
 def pytest_configure() -> None:
     found = environments.find()
     os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"] = map(str, (found.rank(), found.size()) if found else (0, 1))
@@ -51,4 +56,5 @@ def pytest_configure() -> None:
     # the tests are of 2021: names that torch and Python have dropped since, and an optimizer for matrices only
     vars(torch).setdefault("FatalError", RuntimeError)
     vars(inspect).setdefault("getargspec", inspect.getfullargspec)
+    torch.Tensor.floor_divide = _divided  # type: ignore[method-assign,assignment]
     torch.optim.Muon.__module__ = "matrices only"

@@ -28,6 +28,10 @@ class TorchTests(unittest.TestCase):
             torch.save(hvd.allreduce(torch.ones(3), op=hvd.Sum), path)
             self.assertEqual(torch.load(path).tolist(), [2, 2, 2])
 
+    def test_mean_of_integers(self):
+        odd = torch.IntTensor([-75, 75]) * hvd.rank()
+        self.assertTrue(torch.equal(hvd.allreduce(odd), torch.IntTensor([-75, 75]).floor_divide(2)))
+
     def test_gpu(self):
         skip_or_fail_gpu_test(self, "No GPUs available")
 
@@ -65,7 +69,7 @@ def test_a_test_of_horovod_runs(tmp_path: Path) -> None:
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conformance.horovod_names")
     launch = ("-m", "gangline", "launch", "-np", 2, "-s", 0, "--", sys.executable)
     done = python(*launch, *words, tmp_path / "test_horovod.py", code=0)
-    assert done.stdout.count("3 passed, 1 skipped") == 2, done.stdout
+    assert done.stdout.count("4 passed, 1 skipped") == 2, done.stdout
 
 
 @pytest.mark.slow

@@ -6,11 +6,13 @@ import os
 import re
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ import gangline.horovod.torch as hvd
 from gangline import Communicator, horovod, spawn
 from gangline.launcher.job import free_ports
 from tests.kvstore.test_launch import launch
+from tests.models.test_zoo import RunsCode
 
 NAMES = """
 allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async grouped_allreduce_
@@ -73,6 +76,9 @@ def _reductions(rank: int, size: int) -> None:
     torch.testing.assert_close(hvd.allreduce(own, compression=hvd.Compression.fp16), total / size)
     whole = torch.arange(4) + rank
     assert torch.equal(hvd.allreduce(whole), (torch.arange(4) * size + sum(range(size))) // size)
+    odd = torch.tensor([-75, 75, -1, 7], dtype=torch.int32) * (rank == 0)
+    assert hvd.allreduce(odd).tolist() == [int(value / size) for value in (-75, 75, -1, 7)]  # towards zero
+    assert hvd.reducescatter(odd[:2].repeat(size), op=hvd.Average).tolist() == [int(-75 / size), int(75 / size)]
     assert torch.equal(whole, torch.arange(4) + rank)
     in_place = own.clone()
     assert torch.equal(hvd.allreduce_(in_place, op=hvd.Sum), total)
@@ -110,8 +116,34 @@ def _moves(rank: int, size: int) -> None:
     assert splits.tolist() == [rank + 1] * size
     assert hvd.alltoall(torch.arange(size) + 10 * rank).tolist() == [rank + 10 * other for other in range(size)]
     hvd.barrier()
-    assert hvd.broadcast_object({"of": rank}, size - 1) == {"of": size - 1}
+
+    def state(of: int) -> dict[str, Any]:
+        return {"of": of, "best": np.float64(of), "moments": (np.arange(of), {of}, torch.ones(of))}
+
+    assert str(hvd.broadcast_object(state(rank), size - 1)) == str(state(size - 1))
     assert hvd.allgather_object([rank] * rank) == [[other] * other for other in range(size)]
+
+
+def _objects_that_run_code(folder: str, rank: int, size: int) -> None:
+    unfit = RunsCode(Path(folder, str(rank)))
+    refusal = "posix.mkdir; expected .*GANGLINE_ALLOW_PICKLE=1 in every process"
+    with pytest.raises(TypeError, match=f"the object of broadcast_object contains {refusal}"):
+        hvd.broadcast_object({"epoch": 3, "run": unfit}, 1)
+    with pytest.raises(TypeError, match=f"the object of rank 1 in allgather_object contains {refusal}"):
+        hvd.allgather_object(unfit if rank else rank)
+    with pytest.raises(TypeError, match=f"the elastic state contains {refusal}"):
+        hvd.elastic.State(run=unfit)
+    state = hvd.elastic.State(epoch=rank)
+    state.sync()  # goes on after the refusals
+    assert state.epoch == 0
+    assert not os.listdir(folder)
+    os.environ["GANGLINE_ALLOW_PICKLE"] = "1"
+    assert hvd.broadcast_object(Namespace(rate=rank), 1).rate == 1
+    del os.environ["GANGLINE_ALLOW_PICKLE"]
+
+
+def test_objects_that_run_code_are_refused_until_the_user_allows_pickle(tmp_path: Path) -> None:
+    played(2, partial(_objects_that_run_code, str(tmp_path)))
 
 
 def _gradients(rank: int, size: int) -> None:

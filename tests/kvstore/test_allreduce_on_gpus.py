@@ -52,8 +52,8 @@ def devices(kv: KVStore) -> set[str]:
     assert isinstance(kv, AllReduceStore)
     held = [entry.stored for entry in kv._entries.values()]
     held += [flat.sum for flat in kv._flats.values() if flat.sum is not None]
-    if kv._optimizer is not None and kv._optimizer._optimizer is not None:
-        states = [state.values() for state in kv._optimizer._optimizer.state.values()]
+    for optimizer in kv._optimizers.values():
+        states = [] if optimizer._optimizer is None else [one.values() for one in optimizer._optimizer.state.values()]
         held += [value for of_key in states for value in of_key if isinstance(value, Tensor) and value.dim()]
     return {tensor.device.type for tensor in held}
 

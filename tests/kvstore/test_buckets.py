@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gangline import Work
-from gangline.kvstore import KVStore, OptimizerSpec, RowSparse, create
+from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.arguments import Pairs, Pushed
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.device import DeviceStore
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from tests.kvstore import keyed
 from tests.kvstore.keyed import KEYS, LIMIT, SHAPES, check_same, gradient, held, owned, pulled, push, weights
 from tests.operations import Operations
@@ -511,8 +512,8 @@ def test_plain_sgd_on_a_bucket_costs_one_sum_and_one_add_per_key(kv: KVStore, de
 class PerKeyOptimizer(PerKey):
     """Third-party store that takes optimizers."""
 
-    def _set_optimizer(self, spec: OptimizerSpec) -> None:
-        self.spec = spec
+    def _set_optimizer(self, group: OptimizerGroup) -> None:
+        self.spec = group.spec
 
 
 def test_a_third_party_store_without_update_refuses_clip_global_norm() -> None:

@@ -359,24 +359,27 @@ def test_allreduce_workers_clip_their_sums() -> None:
 
 def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before() -> None:
     count, small = 20_000, 4
-    spec = optimizer_shards.pack_spec(OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0})))
+    spec = OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}))
+    group = msgpack.packb(0)
     with Job(1) as job:
         (member,) = job.members()
         with RawClient.of_worker(member) as client:
             sizes = {5: count, 6: small}
             for sequence, (number, size) in enumerate(sizes.items(), 11):
                 client.define(sequence, number, [size], bytes(4 * size), key=str(number))
-            assert "RuntimeError" in client.refusal(Command(2, "norms", b""))
-            assert client.request(Command(3, "optimizer", spec)) == CommandResult(3, b"")
+            assert "RuntimeError" in client.refusal(Command(2, "norms", group))
+            assert client.request(Command(3, "optimizer", optimizer_shards.pack_group(0, None, spec))) == CommandResult(
+                3, b""
+            )
             entries = [[number, 1, DENSE, 4 * size] for number, size in sizes.items()]
             ones = [torch.ones(size).numpy().tobytes() for size in sizes.values()]
             assert client.request(Push(4, entries, None, None, False, None), *ones) == Ack([4])
             for _ in range(2):  # asked again, for the answer was lost
-                norms = msgpack.unpackb(client.request(Command(5, "norms", b"")).payload)
+                norms = msgpack.unpackb(client.request(Command(5, "norms", group)).payload)
                 assert norms == [pytest.approx(math.sqrt(count)), 2.0]
             values, (data,) = read_large(client, 6)
             assert not torch.frombuffer(bytearray(data), dtype=torch.float32).any()
-            update = Command(7, "update", msgpack.packb([0.5, 3.0]))
+            update = Command(7, "update", msgpack.packb([0, 0.5, 3.0]))
             client.send(update)
             client.pull(8, 99, 0)
             assert client.receive()[0].error == "MismatchError"
@@ -385,7 +388,7 @@ def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before()
             assert client.request(update) == CommandResult(7, b"")  # it came before, and is not done twice
             values, (data,) = read_large(client, 9)
             assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.full((count,), -1.5))
-            assert msgpack.unpackb(client.request(Command(10, "norms", b"")).payload) == []
+            assert msgpack.unpackb(client.request(Command(10, "norms", group)).payload) == []
 
 
 def read_large(client: RawClient, sequence: int) -> tuple[Any, list[bytes]]:

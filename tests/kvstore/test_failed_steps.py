@@ -240,64 +240,6 @@ def test_an_update_that_fails_on_one_rank_is_an_error_on_all(told: Told) -> None
         assert all(text.startswith("MismatchError: ") and reason in text and "no memory" in text for text in first[2:])
 
 
-# Weights that the user writes
-
-
-def write(model: Layers, step: int, way: str, rank: int) -> None:
-    new = torch.arange(11.0).div(11).double() + step
-    if way == "vector":
-        vector_to_parameters(new, model.parameters())
-    elif way == "data":
-        model.first.weight.data = new[:6].view(2, 3).clone()
-    elif way == "copy_":
-        model.first.weight.data.copy_(new[:6].view(2, 3))
-    elif way == "clamp_":
-        for parameter in model.parameters():
-            parameter.data.clamp_(-0.1, 0.1)
-    elif way == "swap" and rank == 0:  # evaluation with averaged weights
-        before = [parameter.data.clone() for parameter in model.parameters()]
-        vector_to_parameters(new, model.parameters())
-        for parameter, data in zip(model.parameters(), before, strict=True):
-            parameter.data = data
-
-
-def written(store: KVStore, way: str) -> list[torch.Tensor]:
-    loads_early = store.type == "allreduce"
-    model = Layers()
-    trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, store)
-    weights = []
-    for step in range(6):
-        write(model, step, way, store.rank)
-        trainer.zero_grad()
-        if loads_early:
-            trainer.backward(model.loss(step, store.rank), 2)
-        else:
-            model.loss(step, store.rank).backward()  # type: ignore[no-untyped-call]
-        trainer.step(2)
-        weights.append(model.values())
-    return weights
-
-
-def expected_after_writes(way: str, workers: int) -> list[torch.Tensor]:
-    model = Layers()
-    weights = []
-    for step in range(6):
-        write(model, step, way, 0)
-        weights.append(model.descend(step, workers))
-    return weights
-
-
-@over([], ["vector", "swap", "data", "copy_", "clamp_"])
-def test_weights_written_through_data_are_taken(store: str, chosen: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for way, *found in run(store, written, chosen):
-        with create("local") as kv:
-            alone = written(kv, way)
-        assert not caplog.messages
-        for workers, weights in ((1, alone), *((2, one) for one in found)):
-            for step, (own, theirs) in enumerate(zip(weights, expected_after_writes(way, workers), strict=True)):
-                assert (own - theirs).abs().max() < 1e-14, step
-
-
 # Samples and keys after an error
 
 

@@ -537,6 +537,8 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_S
         (PLACE | {"WORLD_SIZE": "1"}, "device"),
         (ROLE | {"DMLC_NUM_SERVER": "1"}, "dist_sync"),
         (ROLE | {"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1"}, "device"),
+        (ROLE | {"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_ROLE": "server"}, "dist_sync"),
+        (ROLE | {"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "GANGLINE_ELASTIC": "1:4"}, "dist_sync"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "5000"}, "allreduce"),
         (SLURM | {"SLURM_STEP_ID": "0"}, "allreduce"),
         (SLURM, "device"),  # in the job's batch script

@@ -87,25 +87,6 @@ def test_a_step_without_any_gradient_is_one_warning(caplog: pytest.LogCaptureFix
     assert message.startswith("step(4) found no gradient, so it changes nothing:")
 
 
-def test_a_frozen_parameter_stays_and_one_freed_later_is_refused_by_name() -> None:
-    model = network()
-    model[0].requires_grad_(False)
-    before = weights(model)
-    trainer = Trainer(model, "sgd", {"learning_rate": 0.1}, "local")
-    for _ in range(2):
-        trainer.zero_grad(set_to_none=False)
-        assert model[2].bias.grad is None or not model[2].bias.grad.any()
-        model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
-        trainer.step(1)
-    trainer.zero_grad()
-    assert model[2].bias.grad is None
-    assert [torch.equal(one, old) for one, old in zip(weights(model), before, strict=True)] == [True] * 2 + [False] * 2
-    model[0].bias.requires_grad_(True)
-    text = r"parameters \['0.bias'\] have requires_grad=True, but had False when the Tr"
-    with pytest.raises(RuntimeError, match=text):
-        trainer.step(1)
-
-
 def test_wrong_arguments_are_named_and_a_trainer_can_then_be_made_on_the_store() -> None:
     model, kv = network(), create("local")
     for arguments, error, words in (

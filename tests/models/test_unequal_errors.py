@@ -74,6 +74,8 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
         return lambda: balanced(loader, **options)
 
     check_refused(of(DataLoader(data, batch_size=None)), "batch_size=None", "expected a batch_size")
+    items: DataLoader[Any] = DataLoader(data, batch_size=4, sampler=Listed([Path("sample")] * 8))
+    check_refused(lambda: list(balanced(items)), "sends from rank 0 contains pathlib.", "GANGLINE_ALLOW_PICKLE=1")
     check_refused(of(plain, loads=[1, 2, 3]), "loads is [1, 2, 3]; expected a number above 0 for each of 2 ranks")
     check_refused(of(plain, loads=[1, 0]), "loads is [1, 0]", "above 0")
     check_refused(of(plain, loads=[1, float("nan")]), "loads is [1, nan]", "above 0")
@@ -82,6 +84,12 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(of(plain, global_batch=1), "global_batch is 1;", "at least one sample for each of 2 ranks")
     check_refused(of(DataLoader(data, batch_sampler=Listed([[1]])), global_batch=4), "leave global_batch out")
     check_refused(of(plain, stream="own"), "leave stream out")
+    wrong: Any = {"epoch": 3}
+    check_refused(lambda: gangline.balance(plain, nn.Linear(1, 1)), "is a DataLoader; expected the", "(model, loader)")  # type: ignore[arg-type]
+    check_refused(lambda: gangline.balance(None, plain), "balance() is a NoneType; expected the network")  # type: ignore[arg-type]
+    check_refused(of(plain, group="world"), "group is 'world'; expected a process group")
+    check_refused(lambda: gangline.balance(nn.Linear(1, 1), data), "is a Numbers, a data set; expected a DataLoader")
+    check_refused(lambda: balanced(plain).load_state_dict(wrong), "has no batch, samples, seed, split; expected what")
 
     check_refused(of(plain, memory=[2, 3]), "memory is [2, 3], together 5 samples; expected the global batch of 8 or")
     check_refused(of(plain, memory=[9]), "memory is [9]; expected a maximum number of samples for each of 2 ranks")
@@ -111,7 +119,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
 
     model = nn.Linear(1, 1)
     first = gangline.balance(model, plain)
-    check_refused(lambda: gangline.balance(model, plain), "balanced already", "close()")
+    check_refused(lambda: gangline.balance(model, plain), "balanced already", "leave those of evaluation", "close()")
     check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Sequential is balanced already")
     first.close()
 

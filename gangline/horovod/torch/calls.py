@@ -384,7 +384,7 @@ def _reduce(group: Communicator, out: Tensor, op: int, before: float, after: flo
     is_integer = op == Average and not (out.is_floating_point() or out.is_complex())
     group.all_reduce(out, "sum" if is_integer else _OPERATIONS[op])
     if is_integer:
-        out.floor_divide_(group.size)
+        out.div_(group.size, rounding_mode="trunc")  # as Horovod, which casts the product with 1 / size
     return _scale(out, after)
 
 

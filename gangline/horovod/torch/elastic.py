@@ -7,7 +7,6 @@ need a `dist_*` store, see docs/reliability.md.
 from __future__ import annotations
 
 import functools
-import io
 import math
 import os
 import random
@@ -21,6 +20,7 @@ from gangline.collectives.environments.restart import RUN_ID, restart_number
 from gangline.collectives.host_files import opener
 from gangline.horovod.torch.calls import init, rank, size
 from gangline.horovod.torch.objects import broadcast_object
+from gangline.kvstore.group.objects import check_object, pack_object, unpack_object
 
 
 class State:
@@ -46,14 +46,18 @@ class State:
             callback()
 
     def save(self) -> None:
-        """Keep the values in memory, for `restore`."""
-        stream = io.BytesIO()
-        torch.save(self._states(), stream)
-        self._saved = stream.getvalue()
+        """Keep the values in memory, for `restore`.
+
+        Raises:
+            TypeError: if one has a type that needs pickle and GANGLINE_ALLOW_PICKLE is not 1.
+        """
+        saved = pack_object(self._states())
+        check_object(saved, "the elastic state")
+        self._saved = saved
 
     def restore(self) -> None:
         """Return to the values of the last `save`."""
-        self._load(torch.load(io.BytesIO(self._saved), weights_only=False))
+        self._load(unpack_object(self._saved, "the elastic state"))
 
     def commit(self) -> None:
         """Keep the values for a restart: rank 0 writes them to a file in ~/.cache/gangline, or XDG_CACHE_HOME."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from gangline.horovod.torch.calls import (
     rank,
     synchronize,
 )
+from gangline.kvstore.group.objects import pack_object, unpack_object
 
 
 def broadcast_parameters(
@@ -49,26 +49,32 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object."""
+    """Return the root's object.
+
+    Raises:
+        TypeError: on all ranks, if it has a type that needs pickle and GANGLINE_ALLOW_PICKLE is not 1.
+    """
     is_root = rank() == root_rank
     data = _packed(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = int(broadcast_(torch.tensor(len(data), device="cpu"), root_rank, name, process_set))
-    return _unpacked(broadcast_(data if is_root else data.new_empty(length), root_rank, name, process_set))
+    received = broadcast_(data if is_root else data.new_empty(length), root_rank, name, process_set)
+    return unpack_object(received.numpy().tobytes(), "the object of broadcast_object")
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks."""
+    """Return the objects of all ranks.
+
+    Raises:
+        TypeError: on all ranks, if one has a type that needs pickle and GANGLINE_ALLOW_PICKLE is not 1.
+    """
     data = _packed(obj)
     lengths = allgather(torch.tensor(len(data), device="cpu"), name, process_set).tolist()
-    return [_unpacked(one) for one in allgather(data, name, process_set).split(lengths)]
+    parts = allgather(data, name, process_set).split(lengths)
+    return [
+        unpack_object(part.numpy().tobytes(), f"the object of rank {other} in allgather_object")
+        for other, part in enumerate(parts)
+    ]
 
 
 def _packed(obj: Any) -> Tensor:
-    stream = io.BytesIO()
-    torch.save(obj, stream)
-    return torch.frombuffer(bytearray(stream.getbuffer()), dtype=torch.uint8)
-
-
-def _unpacked(data: Tensor) -> Any:
-    """Return an object of a rank of this job, which may be of any class."""
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
+    return torch.frombuffer(bytearray(pack_object(obj)), dtype=torch.uint8)

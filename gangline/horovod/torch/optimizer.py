@@ -178,7 +178,7 @@ class DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
         super()._on_gradient(parameter)
 
     def _reduce(self, weight: float | None) -> None:
-        super()._reduce(weight)
+        super()._reduce(1.0 if weight is None else weight)  # a rank without a backward adds zeros
         gradients = [one.grad for one in self._trained.values() if one.grad is not None]
         if self._factor > 1 and gradients:
             torch._foreach_mul_(gradients, self._factor)

@@ -65,7 +65,7 @@ def plan(job: JobSpec, entries: Sequence[HostEntry], options: SshOptions) -> lis
     inherited |= {name: os.environ[name] for name in job.passed_on if name in os.environ}
     root_port, master_port = found[0]["ports"]
     table = process_table(job, inherited, root_port=root_port, master_port=master_port, hosts=hosts)
-    interfaces = [one["interface"] if options.interface else "" for one in found]
+    interfaces = [(host.address, one["interface"]) for host, one in zip(hosts, found, strict=True)]
     own = (options.python, sys.executable)
     return [_adapted(process, own, interfaces) for process in table]
 
@@ -158,12 +158,12 @@ def _host(found: Mapping[str, Any]) -> Host:
     return Host(**{**found, "cpus": cpus, "gpus": tuple(Gpu(**gpu) for gpu in found["gpus"])})
 
 
-def _adapted(process: Process, pythons: tuple[str, str], interfaces: Sequence[str]) -> Process:
+def _adapted(process: Process, pythons: tuple[str, str], interfaces: Sequence[tuple[str, str]]) -> Process:
     """Return a process with the Python of its host, and the network interface if one was asked for."""
     python, local = pythons
     command = process.command
     if process.role != "worker" and command[0] == local:
         command = (python, *command[1:])
-    names = ("DMLC_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    interface = dict.fromkeys(names, interfaces[process.host]) if interfaces[process.host] else {}
-    return replace(process, command=command, environment={**process.environment, **interface})
+    address, name = interfaces[process.host]
+    chosen = {"GANGLINE_INTERFACE": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+    return replace(process, command=command, environment={**process.environment, **chosen})

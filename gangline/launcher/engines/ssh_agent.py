@@ -7,10 +7,8 @@ description of this host.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,9 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from gangline.collectives.environments.job_key import JobKey
+from gangline.collectives.transports.addresses import interface_address
 from gangline.launcher.job import Process, free_ports
 from gangline.launcher.local import run
 from gangline.launcher.supervisor import Reports, StopTimeouts
@@ -44,7 +41,7 @@ def main() -> int:
 
 def describe(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return this host's version, address and network interface, two free ports, CPUs and GPUs."""
-    address, interface = find_address(request["interface"], os.environ.get("SSH_CONNECTION", ""))
+    address, interface = _find_address(request["interface"], os.environ.get("SSH_CONNECTION", ""))
     gpus = request["gpus"]
     here = gpu_addresses() if gpus else []
     missing = [gpu for gpu in gpus if gpu >= len(here)]
@@ -59,42 +56,22 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def find_address(wanted: str | None, connection: str) -> tuple[str, str]:
-    """Return this host's address for the job, and the name of its network interface.
+def _find_address(wanted: str | None, connection: str) -> tuple[str, str]:
+    """Return this host's address for the job, and the name of its network interface if it was asked for.
 
     Args:
-        wanted: name of an interface, an address of this host, or a network such as 10.1.0.0/16 that contains one;
-            None: the address at which ssh reached this host.
+        wanted: as for `interface_address`; None: the address at which ssh reached this host.
         connection: SSH_CONNECTION of sshd: client address and port, server address and port.
 
     Raises:
         ValueError: if no interface fits.
     """
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [
-        (entry.address.partition("%")[0], name)
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in sorted(entries, key=lambda entry: entry.family != socket.AF_INET)
-        if entry.family in families
-    ]
-    if wanted is None:
-        words = connection.split()
-        if len(words) != 4:
-            raise ValueError(f"SSH_CONNECTION is {connection!r}; expected sshd's four words, or --interface")
-        address = words[2].partition("%")[0]
-        return address, next((name for own, name in found if own == address), "")
-    for address, name in found:
-        if name == wanted or _is_within(address, wanted):
-            return address, name
-    there = ", ".join(f"{name} ({address})" for address, name in found)
-    raise ValueError(f"--interface {wanted} is not on this host; there are {there}")
-
-
-def _is_within(address: str, network: str) -> bool:
-    try:
-        return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
-    except ValueError:  # the name of an interface
-        return False
+    if wanted is not None:
+        return interface_address(wanted, "--interface")
+    words = connection.split()
+    if len(words) != 4:
+        raise ValueError(f"SSH_CONNECTION is {connection!r}; expected sshd's four words, or --interface")
+    return words[2].partition("%")[0], ""
 
 
 def _run(document: Mapping[str, Any]) -> int:

@@ -23,10 +23,10 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
+from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.protocol import Message
-from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
 from gangline.kvstore.parameter_server.transport.client_channel import ECHO
 from gangline.kvstore.parameter_server.transport.listener import Listener

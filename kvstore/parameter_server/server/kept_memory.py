@@ -39,6 +39,8 @@ _THREADS = 1024
 _UNDO_BYTES = 64
 _BEGIN = _UNDO + _THREADS * _UNDO_BYTES
 _RECORD_BYTES = 64
+_Rates = dict[tuple[int, int], tuple[int, float]]
+"""By number of the group and thread: time of the last update, and the learning rate after it."""
 
 
 class Record:
@@ -177,18 +179,17 @@ class _KeptShard:
 class Settings:
     """State of a server beside its shards."""
 
-    generation: int = 0
-    """Number of optimizers that were set; state of another generation is not valid any more."""
-    optimizer: bytes | None = None
-    """Result of `pack_spec`."""
+    optimizers: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """Optimizer of each group, by number: how many were set, as state of an earlier one is not valid any more, and the
+    result of `pack_group`."""
     compression: bytes | None = None
     """Payload of the command."""
     joined: list[int] = field(default_factory=list)
     """Workers inside join()."""
     handled: dict[bytes, list[int]] = field(default_factory=dict)
     """Sequence numbers of messages that must not be handled twice, by identity of the worker."""
-    rates: dict[int, float] = field(default_factory=dict)
-    """Async mode: learning rates that workers have set, by rank."""
+    rates: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Async mode: learning rates that workers have set, by number of the group and rank."""
 
 
 class KeptMemory:
@@ -219,13 +220,13 @@ class KeptMemory:
 
     # Start again
 
-    def restore(self, optimizers: ShardOptimizers | None, threads: int) -> list[Shard]:
-        """Return the shards as the former process has left them; call it once."""
+    def restore(self, optimizers: Mapping[int, ShardOptimizers], threads: int) -> list[Shard]:
+        """Return the shards as the former process has left them; call it once. Optimizers are by number."""
         ranges = [(0, _BEGIN), *self._settings.ranges(), *self._definitions.ranges()]
         for area in self._undo_areas:
             ranges += area.ranges()
         content = self._definitions.read()
-        rates: dict[int, tuple[int, float]] = {}  # thread -> time of its last update, learning rate after it
+        rates: _Rates = {}
         for packed in msgpack.unpackb(content) if content else ():
             number, dtype, shape, width, key, begin, is_whole, offset, thread, at = packed
             nbytes = math.prod(shape) * dtype_named(dtype).itemsize
@@ -235,17 +236,14 @@ class KeptMemory:
             ranges += [(offset, nbytes), (at, _RECORD_BYTES), *kept.record.ranges()]
             self._restore(kept, optimizers, rates)
             ranges += [(offset, tensor.nbytes) for tensor, offset in [*kept.state.values(), *kept.sums]]
-        if optimizers is not None:
-            for thread, (_, rate) in rates.items():
-                optimizers.set_learning_rate(thread, rate)
+        for (number, thread), (_, rate) in rates.items():
+            optimizers[number].set_learning_rate(thread, rate)
         self.pool.reserve(ranges)
         return [kept.shard for kept in self._shards.values()]
 
-    def _restore(
-        self, kept: _KeptShard, optimizers: ShardOptimizers | None, rates: dict[int, tuple[int, float]]
-    ) -> None:
+    def _restore(self, kept: _KeptShard, by_number: Mapping[int, ShardOptimizers], rates: _Rates) -> None:
         shard = kept.shard
-        closed, stamp, rate, generation, applied, problems, rejected, sums, state, plain = msgpack.unpackb(
+        closed, stamp, rate, number, generation, applied, problems, rejected, sums, state, plain = msgpack.unpackb(
             kept.record.read(), strict_map_key=False
         )
         shard.closed, shard.problems, shard.rejected = closed, problems, rejected
@@ -253,12 +251,13 @@ class KeptMemory:
             kept.applied[rank], kept.applied_ahead[rank] = last, set(ahead)
         shard.pushed = dict(kept.applied)
         shard.ahead = {rank: set(ahead) for rank, ahead in kept.applied_ahead.items()}
-        if optimizers is None or generation != self.settings.generation:
+        optimizers = by_number.get(number)
+        if optimizers is None or generation != self.settings.optimizers[number][0]:
             return
         kept.state = {name: (self._tensor(*layout), layout[2]) for name, layout in state.items()}
         optimizers.restore(shard, {**{name: tensor for name, (tensor, _) in kept.state.items()}, **plain})
-        if rate is not None and stamp >= rates.get(shard.thread, (0, 0.0))[0]:
-            rates[shard.thread] = stamp, rate
+        if rate is not None and stamp >= rates.get((number, shard.thread), (0, 0.0))[0]:
+            rates[number, shard.thread] = stamp, rate
         if sums:
             kept.sums = [(self._tensor(*layout), layout[2]) for layout in sums]
             first, *more = [tensor.clone() for tensor, _ in kept.sums]
@@ -321,9 +320,11 @@ class KeptMemory:
         """Write the record of a shard; new state tensors of its optimizer are moved into this memory."""
         kept = self._shards[shard.number]
         plain: Mapping[str, Any] = {}
-        rate = None
+        rate, number, generation = None, None, 0
         unused: list[int] = []
         if optimizers is not None:
+            number = optimizers.number
+            generation, _ = self.settings.optimizers[number]
             plain = self._keep_state(kept, optimizers.state_of(shard), unused)
             rate = optimizers.learning_rate_of(shard)
             self._keep_sum(kept, optimizers.sum_of(shard), unused)
@@ -331,7 +332,8 @@ class KeptMemory:
             closed,
             time.monotonic_ns(),
             rate,
-            self.settings.generation,
+            number,
+            generation,
             [(rank, last, list(kept.applied_ahead.get(rank, ()))) for rank, last in kept.applied.items()],
             shard.problems,
             shard.rejected,
@@ -378,11 +380,11 @@ class KeptMemory:
 
     # Settings
 
-    def set_optimizer(self, payload: bytes) -> None:
-        """Set the optimizer and drop the state of the one before, from the next `save_settings` on."""
-        self.settings.optimizer = payload
-        self.settings.generation += 1
-        for kept in self._shards.values():
+    def set_optimizer(self, number: int, payload: bytes, shards: Iterable[Shard]) -> None:
+        """Set the optimizer of a group and drop the state of its shards, from the next `save_settings` on."""
+        before, _ = self.settings.optimizers.get(number, (0, b""))
+        self.settings.optimizers[number] = before + 1, payload
+        for kept in [self._shards[shard.number] for shard in shards]:
             self._stale += [offset for _, offset in [*kept.state.values(), *kept.sums]]
             kept.state, kept.sums, kept.source = {}, [], None
 

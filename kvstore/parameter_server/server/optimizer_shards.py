@@ -16,6 +16,7 @@ from gangline.collectives.errors import ProtocolError
 from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, norm, scale_
+from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 from gangline.kvstore.parameter_server.protocol import MAX_SHARD
@@ -75,6 +76,11 @@ def pack_spec(spec: OptimizerSpec) -> bytes:
     return bytes(msgpack.packb([spec.name, arguments, *factors]))
 
 
+def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
+    """Serialise the optimizer of a group of keys, as `OptimizerGroup`."""
+    return bytes(msgpack.packb([number, keys, pack_spec(spec)]))
+
+
 def read_spec(payload: bytes) -> OptimizerSpec:
     """Read the result of `pack_spec`; ValueError or TypeError if it is not a valid optimizer."""
     name, arguments, lr_mult, wd_mult = msgpack.unpackb(payload)
@@ -84,9 +90,13 @@ def read_spec(payload: bytes) -> OptimizerSpec:
 
 
 class ShardOptimizers:
-    """Optimizer of a server's shards: one instance per thread, so that threads need no locks."""
+    """Optimizer of a group of a server's shards: one instance per thread, so that threads need no locks."""
 
-    def __init__(self, spec: OptimizerSpec, threads: int) -> None:
+    def __init__(self, spec: OptimizerSpec, threads: int, number: int = 0) -> None:
+        self.number = number
+        """Number of the group."""
+        self.rates: dict[int, float] = {}
+        """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self._spec = spec
         own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(threads)]
         self._of_threads = [KeyedOptimizer(one) for one in own]
@@ -175,8 +185,8 @@ class ShardOptimizers:
 
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> list[Shard]:
         """Replace the state of some shards, which are returned; ValueError if it does not fit."""
-        name, payload = msgpack.unpackb(payload)
-        numbers, plain, tensors = unpack_part(payload, datas)
+        _, name, part = msgpack.unpackb(payload)
+        numbers, plain, tensors = unpack_part(part, datas)
         state = OptimizerState(name, 0.0, 0.0, {}, tensors, plain)
         loaded = [shards[number] for number in numbers]
         for shard in loaded:
@@ -239,6 +249,41 @@ def unpack_part(payload: bytes, datas: Iterable[Tensor]) -> tuple[list[int], dic
     return numbers, plain, dict(_tensors(described, datas))
 
 
+class Optimizers:
+    """The optimizers of a server, by the number of their group; 0: of all shards outside of the other groups."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self.all: dict[int, ShardOptimizers] = {}
+        self._numbers: dict[Key, int] = {}
+
+    def set(self, payload: bytes) -> int:
+        """Set the optimizer that `pack_group` has serialised, in place of the group's former one; return its number."""
+        number, keys, packed = msgpack.unpackb(payload)
+        spec = read_spec(packed)
+        new = ShardOptimizers(spec, self._threads, int(number))
+        new.rates = {0: float(spec.arguments["lr"])}
+        others = {key: group for key, group in self._numbers.items() if group != number}
+        self._numbers = others | dict.fromkeys(keys or (), new.number)
+        self.all[new.number] = new
+        return new.number
+
+    def of(self, shard: Shard) -> ShardOptimizers | None:
+        """Return the optimizer of a shard; None if it has none."""
+        return self.all.get(self._numbers.get(shard.key, 0))
+
+    def numbered(self, number: int) -> ShardOptimizers:
+        """Return the optimizer of a group; RuntimeError if there is none."""
+        if number not in self.all:
+            raise RuntimeError(f"there is no optimizer{f' of group {number}' if number else ''}")
+        return self.all[number]
+
+    def shards_of(self, number: int, shards: Mapping[int, Shard]) -> dict[int, Shard]:
+        """Return the shards of a group."""
+        own = self.numbered(number)
+        return {one: shard for one, shard in shards.items() if self.of(shard) is own}
+
+
 def merge_states(
     spec: OptimizerSpec,
     learning_rate: float,
@@ -272,25 +317,29 @@ def merge_states(
 
 
 def split_state(
-    spec: OptimizerSpec, state: OptimizerState, shards: Mapping[Key, Sequence[ShardPlacement]]
+    group: OptimizerGroup, state: OptimizerState, shards: Mapping[Key, Sequence[ShardPlacement]]
 ) -> Iterator[dict[int, tuple[bytes, list[Tensor]]]]:
-    """Yield payload and tensors of "load" commands, by server, from a state of whole keys."""
-    state.check(spec.name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
+    """Yield payload and tensors of "load" commands, by server, from a state of a group's whole keys."""
+    name = group.spec.name
+    state.check(name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
     of_keys: dict[Key, dict[str, Any]] = {key: {} for key in shards}
     for path, value in [*state.plain.items(), *state.tensors.items()]:
-        encoded, _, name = path.rpartition("/")
-        of_keys[json.loads(encoded)][name] = value
+        encoded, _, entry = path.rpartition("/")
+        of_keys[json.loads(encoded)][entry] = value
     parts: dict[int, list[StatePart]] = {}
     for key, of_key in shards.items():
         for shard in of_key:
             of_server = parts.setdefault(shard.server, [StatePart()])
-            of_shard = {name: _part_of(shard, value) for name, value in of_keys[key].items()}
+            of_shard = {entry: _part_of(shard, value) for entry, value in of_keys[key].items()}
             if not of_server[-1].takes(shard.number, key, of_shard):
                 of_server.append(StatePart())
                 of_server[-1].takes(shard.number, key, of_shard)
     while parts:
         packed = {server: of_server.pop(0).packed() for server, of_server in parts.items()}
-        yield {server: (bytes(msgpack.packb([spec.name, part])), datas) for server, (part, datas) in packed.items()}
+        yield {
+            server: (bytes(msgpack.packb([group.number, name, part])), datas)
+            for server, (part, datas) in packed.items()
+        }
         parts = {server: of_server for server, of_server in parts.items() if of_server}
 
 

@@ -17,8 +17,9 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_query import places_of_workers
 from gangline.collectives.liveness.status_socket import Wait
 from gangline.collectives.timeline import recorder
+from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
-from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
+from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, ShardOptimizers
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
@@ -43,7 +44,7 @@ class ShardRounds:
     ) -> None:
         self.shards: dict[int, Shard] = {}
         """Shards by number."""
-        self.optimizers: ShardOptimizers | None = None
+        self.optimizers = Optimizers(thread_pool.size)
         self.is_sync = True
         """True if a round needs all workers; otherwise each push is a round."""
         self.staleness = -1
@@ -54,11 +55,9 @@ class ShardRounds:
         """True in a restarted server until all workers have repeated their requests: no round is closed."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
-        self.rates: dict[int, float] = {}
-        """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self.in_collectives: dict[int, tuple[str, int]] = {}
         """Workers that wait in a collective for other workers, with the call's name and number: meanwhile
-        acknowledgements to the others are not withheld, and rounds of async mode do not wait for these workers."""
+        acknowledgements to the others are not withheld, and in async mode they do not bound the staleness of others."""
         self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
         self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
         self._thread_pool = thread_pool
@@ -118,10 +117,11 @@ class ShardRounds:
                 this.learning_rate = min(this.learning_rate or sent, sent)
         else:  # every push is a round of its own
             this = shard.open[shard.closed + len(shard.open) + 1] = Round({rank: value}, number=number)
-            if self.rates:
-                first = min(self.rates.keys() - self.joined or self.rates)
+            optimizer = self.optimizers.of(shard)
+            if optimizer is not None:
+                first = min(optimizer.rates.keys() - self.joined or optimizer.rates)
                 if rank != first or learning_rate is None:  # else a restarted server may get an old push again
-                    learning_rate = self.rates[first]
+                    learning_rate = optimizer.rates[first]
                 this.learning_rate = first, learning_rate
         self._changed.add(shard)
 
@@ -150,13 +150,14 @@ class ShardRounds:
                 found.update(rank for rank in ranks - found if self.last_push(shard, rank) < last)
         return found
 
-    def rounds_of(self, rank: int) -> list[tuple[int, int, int]]:
-        """Return (number, rounds pushed by this worker, maximum of rounds pushed by any worker) of each shard."""
+    def rounds_of(self, rank: int) -> list[tuple[int, int, int, Key]]:
+        """Return (number, rounds pushed by this worker, maximum of rounds pushed by any worker, key) of each shard."""
         return [
             (
                 shard.number,
                 max(self.last_push(shard, rank), shard.closed if self.is_sync else 0),
                 max(shard.pushed.values(), default=0),
+                shard.key,
             )
             for shard in self.shards.values()
         ]
@@ -225,14 +226,14 @@ class ShardRounds:
             problems = []
         if problems:  # these have raised errors of their own
             shard.told.update((rank, shard.closed + 1) for rank, one in this.pushes.items() if one.is_refused)
-        optimizers, kept = self.optimizers, self.kept
+        kept = self.kept
         if kept is not None and not self.is_sync:
             rank = next(iter(this.pushes))
             kept.count(shard, rank, this.number, self.before(rank))
         if problems or not values:
             self._note_problem(shard, this, "; ".join(problems))
             if kept is not None:
-                kept.save(shard, shard.closed + 1, optimizers)
+                kept.save(shard, shard.closed + 1, self.optimizers.of(shard))
             self._closed(shard, this)
             return
         update = partial(self._update_by, shard, this, values, absent)
@@ -244,7 +245,7 @@ class ShardRounds:
 
     def _update_by(self, shard: Shard, this: Round, values: Sequence[PushedValue], absent: float) -> None:
         """Update a shard with the sum of a round's values, in its thread."""
-        optimizers = self.optimizers
+        optimizers = self.optimizers.of(shard)
         into_stored = optimizers is None and self.is_sync
 
         def allocate() -> Tensor:
@@ -284,16 +285,14 @@ class ShardRounds:
             raise
         finally:
             if kept is not None:
-                kept.commit(shard, closed, self.optimizers)
+                kept.commit(shard, closed, self.optimizers.of(shard))
 
     def can_update(self) -> bool:
         """Return whether no worker reads a value that `update` would change."""
-        return self.optimizers is None or not any(shard.readers for shard in self.optimizers.kept)
+        return not any(shard.readers for one in self.optimizers.all.values() for shard in one.kept)
 
-    def update(self, factor: float, learning_rate: float | None) -> None:
-        """Update the shards with their kept sums times a factor; no worker may be reading them."""
-        optimizers = self.optimizers
-        assert optimizers is not None
+    def update(self, optimizers: ShardOptimizers, factor: float, learning_rate: float | None) -> None:
+        """Update the shards of a group with their kept sums times a factor; no worker may be reading them."""
         problems: list[str] = []
         for shard in optimizers.kept:
             update = partial(optimizers.update_kept, shard, factor, learning_rate)

@@ -19,6 +19,7 @@ from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
+from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
@@ -26,7 +27,6 @@ from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.protocol import CODED, REFUSED, Message
-from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
@@ -96,14 +96,14 @@ class Server:
     def _restore(self, kept: KeptMemory) -> None:
         """Restore the state that this server kept before its restart."""
         settings, rounds = kept.settings, self._rounds
-        if settings.optimizer is not None:
-            self._set_optimizer(settings.optimizer)
+        for number, (_, payload) in settings.optimizers.items():
+            rounds.optimizers.set(payload)
+            rounds.optimizers.all[number].rates.update(settings.rates.get(number, {}))
         if settings.compression is not None:
             self._set_compression(settings.compression)
         rounds.joined.update(settings.joined)
-        rounds.rates = dict(settings.rates)
         self._follow_views()
-        for shard in kept.restore(rounds.optimizers, self._thread_pool.size):
+        for shard in kept.restore(rounds.optimizers.all, self._thread_pool.size):
             self._thread_pool.assign(shard.flat.nbytes, shard.thread)
             rounds.shards[shard.number] = shard
             if not shard.pushed:  # pushes of all workers are in the closed rounds, or come again
@@ -358,7 +358,7 @@ class Server:
         worker.handled.append(sequence)
         if self._kept is not None:
             self._kept.settings.joined = list(self._rounds.joined)
-            self._kept.settings.rates = dict(self._rounds.rates)
+            self._kept.settings.rates = {one.number: dict(one.rates) for one in self._rounds.optimizers.all.values()}
             self._kept.settings.handled[worker.identity] = list(worker.handled)
             self._kept.save_settings()
 
@@ -513,30 +513,32 @@ class Server:
         rounds = self._rounds
         match name:
             case "optimizer":
-                self._set_optimizer(payload)
+                number = rounds.optimizers.set(payload)
                 if self._kept is not None:
-                    self._kept.set_optimizer(payload)
+                    own = rounds.optimizers.shards_of(number, rounds.shards)
+                    self._kept.set_optimizer(number, payload, own.values())
             case "compression":
                 self._set_compression(payload)
                 if self._kept is not None:
                     self._kept.settings.compression = payload
             case "state":
-                if rounds.optimizers is None:
-                    raise RuntimeError("there is no optimizer, so there is no state")
-                return rounds.optimizers.state(self._shards([[number] for number in msgpack.unpackb(payload)]))
+                number, wanted = msgpack.unpackb(payload)
+                own = rounds.optimizers.shards_of(number, rounds.shards)
+                return rounds.optimizers.numbered(number).state([own[one] for one in wanted])
             case "load":
-                if rounds.optimizers is None:
-                    raise ValueError("there is no optimizer to load a state into")
-                self._save(rounds.optimizers.load_state(payload, [*map(tensor_of, frames)], rounds.shards))
+                number = msgpack.unpackb(payload)[0]
+                own = rounds.optimizers.shards_of(number, rounds.shards)
+                datas = [*map(tensor_of, frames)]
+                self._save(rounds.optimizers.numbered(number).load_state(payload, datas, own))
             case "norms" | "update" | "drop":
-                if rounds.optimizers is None:
-                    raise RuntimeError("there is no optimizer, so there are no kept sums")
+                given = msgpack.unpackb(payload)
+                optimizers = rounds.optimizers.numbered(given[0] if name == "update" else given)
                 if name == "norms":
-                    return msgpack.packb(rounds.optimizers.norms()), []
+                    return msgpack.packb(optimizers.norms()), []
                 if name == "update":
-                    rounds.update(*msgpack.unpackb(payload))
-                dropped = rounds.optimizers.kept
-                rounds.optimizers.drop_kept()
+                    rounds.update(optimizers, *given[1:])
+                dropped = optimizers.kept
+                optimizers.drop_kept()
                 self._save(dropped)
             case "rounds":
                 return msgpack.packb(rounds.rounds_of(worker.rank)), []
@@ -545,8 +547,8 @@ class Server:
                 rounds.mark_changed(rounds.shards.values())
             case "resume":
                 rounds.joined.discard(worker.rank)
-                if worker.rank:  # worker 0's learning rate counts again
-                    rounds.rates.pop(worker.rank, None)
+                for one in rounds.optimizers.all.values() if worker.rank else ():
+                    one.rates.pop(worker.rank, None)  # worker 0's learning rate counts again
                 for shard in rounds.shards.values():
                     shard.resume(worker.rank)
             case "remove":
@@ -555,17 +557,10 @@ class Server:
                 raise ProtocolError(f"command {name!r} is unknown")
         return b"", []
 
-    def _set_optimizer(self, payload: bytes) -> None:
-        spec = optimizer_shards.read_spec(payload)
-        self._rounds.optimizers = optimizer_shards.ShardOptimizers(spec, self._thread_pool.size)
-        self._rounds.rates = {0: float(spec.arguments["lr"])}
-
     def _set_learning_rate(self, rank: int, payload: bytes) -> None:
-        if self._rounds.optimizers is None:
-            raise RuntimeError("there is no optimizer, so there is no learning rate")
-        rate = msgpack.unpackb(payload)
+        number, rate = msgpack.unpackb(payload)
         check_learning_rate(rate)
-        self._rounds.rates[rank] = float(rate)
+        self._rounds.optimizers.numbered(number).rates[rank] = float(rate)
 
     def _set_compression(self, payload: bytes) -> None:
         params = msgpack.unpackb(payload)
@@ -576,7 +571,7 @@ class Server:
         """Make changes of the state of shards final that no round made."""
         if self._kept is not None:
             for shard in shards:
-                self._kept.save(shard, shard.closed, self._rounds.optimizers)
+                self._kept.save(shard, shard.closed, self._rounds.optimizers.of(shard))
 
     def _remove(self, numbers: Sequence[int]) -> None:
         """Remove shards whose keys have moved to another server."""

@@ -18,10 +18,10 @@ from gangline.collectives.errors import ProtocolError
 from gangline.collectives.limits import limits
 from gangline.collectives.transports import unix_sockets
 from gangline.collectives.transports.addresses import required_key
+from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, secure_binding
 from gangline.kvstore.parameter_server import protocol
-from gangline.kvstore.parameter_server.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server.transport.pieces import PIECE, joined
 from gangline.kvstore.parameter_server.transport.poller import SPIN_SECONDS, Poller, Source
 from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut_connections, limit_loopback_buffers

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import zmq
@@ -173,7 +174,7 @@ def test_a_work_ends_whose_requests_are_submitted_after_close() -> None:
     with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
         kv._servers.close()
         work = RequestWork("late")
-        work.run(lambda work: work.submit([Request(0, Command(0, "norms", b""), "late")] * 3, kv._servers))
+        work.run(lambda work: work.submit([Request(0, Command(0, "norms", msgpack.packb(0)), "late")] * 3, kv._servers))
         with pytest.raises(RuntimeError, match="the store is closed"):
             work.wait(LIMIT)
 

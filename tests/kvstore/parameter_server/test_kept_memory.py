@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory, Record
-from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers, pack_spec, read_spec
+from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, pack_group
 from gangline.kvstore.parameter_server.server.shards import Shard
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,11 +34,12 @@ class Start:
     def __init__(self, kept: KeptMemory, optimizer: Any = ("adam", {"learning_rate": 0.1})) -> None:
         self.kept = kept
         if not kept.was_used:
-            kept.set_optimizer(pack_spec(OptimizerSpec.parse(optimizer)))
+            kept.set_optimizer(0, pack_group(0, None, OptimizerSpec.parse(optimizer)), [])
             kept.save_settings()
-        assert kept.settings.optimizer is not None
-        self.optimizers = ShardOptimizers(read_spec(kept.settings.optimizer), 2)
-        shards = kept.restore(self.optimizers, 2) if kept.was_used else []
+        optimizers = Optimizers(2)
+        optimizers.set(kept.settings.optimizers[0][1])
+        self.optimizers = optimizers.all[0]
+        shards = kept.restore(optimizers.all, 2) if kept.was_used else []
         if not shards:
             offset = kept.pool.allocate(4 * NUMEL)
             stored = kept.pool.tensor_at(offset, 4 * NUMEL).view(torch.float32).fill_(1)

@@ -84,6 +84,7 @@ def run(
     *arguments: Any,
     victim: str = "server 0",
     servers: int = 1,
+    keeps: bool = False,
     **more: str,
 ) -> list[Any]:
     """Run a job in which a process is killed at these points, one after the other; return the results of the workers.
@@ -95,6 +96,7 @@ def run(
         arguments: of the body.
         victim: process that is killed.
         servers: number of servers.
+        keeps: whether a worker that is killed has memory in which it keeps its state.
         more: environment variables.
     """
     starts = len(kills) + 1
@@ -102,7 +104,7 @@ def run(
     environment = {**LIMITS, "GANGLINE_FAULT": script, "GANGLINE_RESTART_PROCESSES": str(len(kills)), **more}
     names = [f"server {rank}" for rank in range(servers)] + [f"worker {rank}" for rank in range(WORKERS)]
     roles = [victim, *(name for name in names if name != victim)]
-    is_kept = bool(kills) and "server" in victim
+    is_kept = bool(kills) and ("server" in victim or keeps)
     memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if is_kept else None
     path = "" if memory is None else f"/proc/{os.getpid()}/fd/{memory}"
     over = str(tmp_path / f"over-{time.monotonic_ns()}")
@@ -203,6 +205,25 @@ POINTS = [
 )
 def test_killed_servers_change_no_bit(tmp_path: Path, spec: Any, kills: list[str], steps: int, transport: str) -> None:
     check_equal(tmp_path, kills, train, spec, steps, GANGLINE_TRANSPORT=transport)
+
+
+def groups(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train groups of keys with an optimizer each; return weights and state."""
+    with kvstore.create("dist_sync") as kv:
+        outs = sync_with(kv)
+        both = kv.set_optimizer(ADAM, keys=["small", "vector"]), kv.set_optimizer(SGD, keys=["large"])
+        for step in range(steps):
+            own = gradients(kv.rank, step)
+            for group in both:
+                keys = sorted(group.keys or ())
+                kv.pushpull(keys, [own[key] for key in keys], [outs[key] for key in keys])
+            both[step % 2].set_learning_rate(0.05 / (1 + step))
+        return outs, {**kv.optimizer_state(group=both[0]).tensors, **kv.optimizer_state(group=both[1]).tensors}
+
+
+@pytest.mark.slow
+def test_killed_servers_change_no_bit_of_groups_with_an_optimizer_each(tmp_path: Path) -> None:
+    check_equal(tmp_path, INSIDE_AN_UPDATE, groups, 8)
 
 
 def commands(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Log of refused messages: a line each, but at most one a second once they are many."""
+"""Log of refused messages and connections: a line each, but at most one a second once they are many."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class RefusalLog:
             return
         self._allowed -= 1
         if self._dropped:
-            _log.warning("%d more messages were refused", self._dropped)
+            _log.warning("%d more were refused", self._dropped)
             self._dropped = 0
         _log.warning(text, *values, exc_info=exc_info)

@@ -1,0 +1,367 @@
+"""How fronts take keys and an optimizer in a store: defaults, two fronts on one store, restarted workers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gangline import Communicator, DistributedOptimizer, Module, cpu, create, spawn
+from gangline.kvstore import KVStore, Trainer
+from gangline.kvstore.reducer import written_weights
+from tests.collectives.ranks import in_threads
+from tests.kvstore.parameter_server.processes import run_job
+from tests.kvstore.test_launch import launch
+
+pytestmark = pytest.mark.timeout(110)
+JOB = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def jobs(code: str, *words: str) -> tuple[int, list[str], list[str]]:
+    head = "import os, signal, torch, gangline\nrank = int(os.environ['RANK'])\n"
+    with launch("-n", "2", *words, "--", sys.executable, "-c", head + code) as run:
+        status, out, errors = run.end(100)
+    return status, out, errors
+
+
+# Which store
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("-s", "0"), ("-s", "1")])
+def test_a_trainers_default_store_joins_the_workers_of_the_job(words: tuple[str, ...]) -> None:
+    code = """\
+torch.manual_seed(0); net = torch.nn.Linear(1, 1, bias=False); torch.nn.init.zeros_(net.weight)
+tr = gangline.Trainer(net, "sgd", {"learning_rate": 1.0})
+net(torch.full((1, 1), 1.0 + rank)).sum().backward(); tr.step(1); print(net.weight.item(), flush=True)
+tr.kvstore.close()
+"""
+    status, out, errors = jobs(code, *words)
+    assert (status, sorted(out)) == (0, ["[worker 0] -1.5", "[worker 1] -1.5"]), errors
+
+
+def test_a_store_of_one_process_in_a_job_of_several_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fronts() -> None:
+        Trainer(nn.Linear(1, 1), "sgd", kvstore="local")
+        DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), "local")
+        for contexts in ([cpu(0), cpu(1)], [cpu(0)]):
+            Module(nn.Linear(1, 1), nn.MSELoss(), context=contexts).init_optimizer()
+
+    fronts()
+    assert not caplog.messages
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    fronts()
+    words = "uses a 'local' store, which serves this process alone, in a job of 3 workers"
+    assert [words in text for text in caplog.messages] == [True] * 4
+    assert [text.split()[1] for text in caplog.messages] == ["Trainer", "DistributedOptimizer", "Module", "Module"]
+
+
+# Restarts
+
+TRAIN = """\
+net = torch.nn.Linear(1, 1, bias=False); torch.nn.init.zeros_(net.weight)
+tr = gangline.Trainer(net, "sgd", {"learning_rate": 1.0}, kvstore="dist_sync")
+for step in range(BEGIN, 6):
+    tr.zero_grad(); net(torch.full((1, 1), 10.0 ** step)).sum().backward()
+    if rank and step == 3 and "GANGLINE_INCARNATION" not in os.environ: os.kill(os.getpid(), signal.SIGKILL)
+    tr.step(1)
+print(net.weight.item(), flush=True)
+tr.kvstore.close()
+"""
+REDUCE = """\
+net = torch.nn.Linear(2, 1, bias=False); torch.nn.init.constant_(net.weight, 5.0)
+opt = gangline.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), "dist_sync")
+for step in range(opt.kvstore.first_step, 6):
+    opt.zero_grad(); net(torch.ones(1, 2)).sum().backward()
+    if rank and step == 3 and "GANGLINE_INCARNATION" not in os.environ: os.kill(os.getpid(), signal.SIGKILL)
+    opt.step()
+print("ended", flush=True)
+"""
+
+TWO = """\
+net = torch.nn.Linear(1, 1, bias=False); kv = gangline.create("dist_sync")
+two = [gangline.Trainer({name: net.weight}, "sgd", {"learning_rate": 1.0}, kvstore=kv) for name in "GD"]
+for step in range(two[0].kept() or 0, 6):
+    for tr in two: tr.keep(step)
+    for tr in two:
+        tr.zero_grad(); net(torch.ones(1, 1)).sum().backward()
+        if rank and step == 3 and "GANGLINE_INCARNATION" not in os.environ: os.kill(os.getpid(), signal.SIGKILL)
+        tr.step(1)
+print("ended", flush=True)
+"""
+LATE = """\
+kv = gangline.create("dist_sync"); kv.init("w", torch.zeros(1)); out = torch.zeros(1)
+for step in range(BEGIN, 6):
+    KEEP
+    kv.pushpull("w", torch.ones(1), out)
+    if step == 1: kv.init("late", torch.zeros(1))
+    if rank and step == 3 and "GANGLINE_INCARNATION" not in os.environ: os.kill(os.getpid(), signal.SIGKILL)
+    if step: kv.pushpull("late", torch.ones(1), out)
+print("ended", flush=True)
+"""
+LATE_KEYS = "a loop that initialises keys after its first push ('late')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        (TRAIN.replace("BEGIN", "0"), "training by a Trainer whose loop does not call kept()"),
+        (TRAIN.replace("BEGIN", "tr.kept() or 0"), "training of which nothing was kept"),
+        (REDUCE, "a DistributedOptimizer"),
+        (TWO, "training by a Trainer and a Trainer on one store"),
+        (LATE.replace("BEGIN", "kv.first_step").replace("KEEP", ""), LATE_KEYS),
+        (LATE.replace("BEGIN", "kv.kept() or 0").replace("KEEP", "kv.keep(step)"), LATE_KEYS),
+    ],
+)
+def test_a_restarted_worker_that_cannot_continue_fails_the_job_by_name(code: str, what: str) -> None:
+    status, out, errors = jobs(code, "-s", "1", "--restart-processes", "1")
+    text = f"worker 1 was started again alone, and {re.escape(what)} cannot be continued by one worker"
+    assert status
+    assert out == []
+    assert any(
+        re.search(rf"worker 1\] RuntimeError: {text}; use gangline launch --max-restarts", one) for one in errors
+    )
+    assert any(re.search(rf"worker 0\].*DeadNodeError: {text}", one) for one in errors), errors
+
+
+# Fronts beside each other
+
+
+def test_keys_of_another_front_are_refused() -> None:
+    with create("local") as kv:
+        Trainer(nn.Linear(1, 1), "sgd", kvstore=kv)
+        module = Module(nn.Linear(1, 1), nn.MSELoss(), context=[cpu(0), cpu(1)])
+        with pytest.raises(ValueError, match=r"store holds keys \['weight', 'bias'\] already; give the Module others"):
+            module.init_optimizer(kv)
+        with pytest.raises(ValueError, match=r"store holds keys \['weight', 'bias'\] already; give the Trainer others"):
+            Trainer(nn.Linear(1, 1), "sgd", kvstore=kv)
+
+
+def _beside_an_optimizer(comm: Communicator) -> list[str]:
+    with create("allreduce", communicator=comm) as kv:
+        kv.set_optimizer("sgd")
+        with pytest.raises(ValueError, match="runs an optimizer of its own") as caught:
+            DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1), kv)
+        return [str(caught.value)]
+
+
+def test_an_optimizer_of_the_whole_store_is_no_place_for_means_of_gradients() -> None:
+    found: list[Any] = in_threads(2, _beside_an_optimizer)
+    assert found[0] == found[1]
+
+
+# Writes between steps
+
+
+def _written_late(comm: Communicator, kind: str) -> tuple[list[float], str]:
+    """Return the first column of the weights after steps without effect, and the error of the last of them."""
+    torch.manual_seed(comm.rank)
+    table = kind in ("rows", "other rows")
+    net: nn.Module = nn.Embedding(4, 3, sparse=True) if table else nn.Linear(3, 4, bias=False)
+    weight, data = net.weight, torch.tensor([0, 2]) if table else torch.ones(1, 3)
+    assert isinstance(weight, nn.Parameter)
+    with create("allreduce", communicator=comm) as kv:
+        trainer = Trainer(net, "sgd", {"learning_rate": 0.0}, kv)
+        assert trainer._written is not None
+        trainer._written._defers = kind == "as on GPUs"
+        for step in range(8):
+            if step == 5:
+                if kind == "swapped":  # the sum of all bits stays
+                    weight.data.copy_(weight.data.flip(0).clone())
+                    expected = weight[:, 0].tolist()
+                else:
+                    weight.data[1 if kind == "other rows" else slice(None)].fill_(7.0)
+            trainer.zero_grad()
+            net(data).sum().backward()
+            try:
+                trainer.step(1)
+            except RuntimeError as error:
+                return weight[:, 0].tolist(), str(error)
+    return [float(kind != "swapped" or weight[:, 0].tolist() == expected), *weight[:, 0].tolist()], ""
+
+
+def test_a_first_late_write_through_data_is_not_lost() -> None:
+    for found, error in in_threads(2, _written_late, "filled"):
+        assert (found, error) == ([1, 7, 7, 7, 7], "")
+    for found, error in in_threads(2, _written_late, "swapped"):
+        assert (found[0], error) == (1, "")
+    for found, error in in_threads(2, _written_late, "other rows"):
+        assert (found[2], error) == (7, "")
+    for _, error in in_threads(2, _written_late, "as on GPUs"):
+        assert error.startswith("parameter 'weight' was written through .data, and the store's weights replace")
+    for _, error in in_threads(2, _written_late, "rows"):
+        assert error.startswith("row 0 of parameter 'weight' was written through .data, and the store's weights")
+
+
+def _bytes_summed(comm: Communicator, kind: str) -> list[int]:
+    net = nn.Embedding(1000, 4, sparse=True) if kind == "table" else nn.Linear(128, 8, bias=False)
+    counts, found = [0], []
+    octets = written_weights._octets
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        counts[-1] += tensor.nbytes
+        return octets(tensor)
+
+    with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as kv:
+        patch.setattr(written_weights, "_octets", counted)
+        trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kv)
+        for _ in range(6):
+            trainer.zero_grad()
+            net(torch.tensor([1, 5]) if kind == "table" else torch.ones(1, 128)).sum().backward()
+            counts.append(0)
+            trainer.step(1)
+            found.append(counts[-1])
+    return found[2:]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("dense", 2 * 4 * 1024), ("table", 2 * 4 * 4 * 2)])
+def test_a_step_sums_each_weight_twice_and_of_a_table_the_rows_that_it_replaces(kind: str, expected: int) -> None:
+    assert spawn(_bytes_summed, 2, kind, threads=1) == [[expected] * 4] * 2
+
+
+# Two optimizers on one store
+
+
+def gan(store: str | KVStore, shard: str | None = None, folder: str = "") -> list[float]:
+    """Return the weights of two networks with a Trainer each, after steps in turn, and after loading of states."""
+    with ExitStack() as stack:
+        kv = stack.enter_context(create(store)) if isinstance(store, str) else store
+        nets = [nn.Linear(1, 3, bias=False) for _ in range(2)]
+        for net in nets:
+            nn.init.ones_(net.weight)
+        own = {"learning_rate": 0.5, "momentum": 0.5}, {"learning_rate": 0.01, "clip_global_norm": 1.0}
+        two = [
+            Trainer({name: net.weight}, optimizer, arguments, kv, shard=shard)
+            for name, net, optimizer, arguments in zip("GD", nets, ("sgd", "adam"), own, strict=True)
+        ]
+        found = []
+        for step in range(6):
+            if step == 2:
+                assert [one.learning_rate for one in two] == [0.5, 0.01]
+                two[1].set_learning_rate(0.02)
+            if step == 4:
+                for name, one in zip("GD", two, strict=True):
+                    one.save_states(f"{folder}/{name}.{kv.rank}")
+                    kv.barrier()
+                    one.load_states(f"{folder}/{name}.0")
+            for net, one in zip(nets, two, strict=True):
+                one.zero_grad()
+                net(torch.full((1, 1), 1.0 + kv.rank)).sum().backward()
+                one.step(1)
+            found += [net.weight[0].item() for net in nets]
+        with pytest.raises(
+            RuntimeError, match=r"learning_rate is ambiguous: the store has 2 optimizers \(Trainer, Tra"
+        ):
+            kv.learning_rate  # noqa: B018
+        return found
+
+
+def alone(mean: float) -> list[float]:
+    weights = [torch.ones(3) for _ in range(2)]
+    own = torch.optim.SGD(weights[:1], 0.5, momentum=0.5), torch.optim.Adam(weights[1:], 0.01)
+    found = []
+    for step in range(6):
+        if step == 2:
+            own[1].param_groups[0]["lr"] = 0.02
+        for weight, optimizer in zip(weights, own, strict=True):
+            weight.grad = torch.full((3,), mean)
+            if optimizer is own[1]:
+                nn.utils.clip_grad_norm_([weight], 1.0)
+            optimizer.step()
+        found += [float(weight[0]) for weight in weights]
+    return found
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_two_trainers_on_one_store_have_an_optimizer_each(store: str, tmp_path: Path) -> None:
+    assert gan(store, folder=str(tmp_path)) == pytest.approx(alone(1.0))
+
+
+def _gan(comm: Communicator, shard: str | None, folder: str) -> list[float]:
+    with create("allreduce", communicator=comm) as kv:
+        return gan(kv, shard, folder)
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_two_trainers_of_several_workers_have_an_optimizer_each(shard: str | None, tmp_path: Path) -> None:
+    first, second = in_threads(2, _gan, shard, str(tmp_path))
+    assert first == second == pytest.approx(alone(1.5))
+
+
+def test_two_trainers_on_servers_have_an_optimizer_each(tmp_path: Path) -> None:
+    first, second = run_job(gan, 2, 2, "dist_sync", None, str(tmp_path))
+    assert first == second == pytest.approx(alone(1.5))
+
+
+def _trainer_beside_an_optimizer(comm: Communicator) -> list[float]:
+    return beside("allreduce", comm)
+
+
+def beside(store: str, comm: Communicator | None = None) -> list[float]:
+    with create(store, communicator=comm) if comm else create(store) as kv:
+        nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        for net in nets:
+            nn.init.zeros_(net.weight)
+        trainer = Trainer({"G": nets[0].weight}, "sgd", {"learning_rate": 1.0}, kv)
+        optimizer = DistributedOptimizer(torch.optim.SGD(nets[1].parameters(), 10.0), kv)
+        with pytest.raises(ValueError, match=r"set_optimizer would change keys \['G', 0\] of a Trainer"):
+            kv.set_optimizer("sgd")
+        group = kv.set_optimizer(("sgd", {"learning_rate": 0.5}), keys=["own"])
+        kv.init("own", torch.zeros(1))
+        with pytest.raises(ValueError, match=r"keys \['own'\] have an optimizer of their own already"):
+            kv.set_optimizer("sgd", keys=["own", "other"])
+        for _ in range(3):
+            for net, one in zip(nets, (trainer, optimizer), strict=True):
+                one.zero_grad()
+                net(torch.full((1, 1), 1.0 + kv.rank)).sum().backward()
+            trainer.step(1)
+            optimizer.step()
+            kv.push("own", torch.ones(1))
+        kv.pull("own", own := torch.zeros(1))
+        optimizer.close()
+        group.set_learning_rate(0.25)
+        return [*(net.weight.item() for net in nets), own.item(), group.learning_rate, trainer.learning_rate]
+
+
+def test_a_trainer_a_distributed_optimizer_and_keys_of_ones_own_share_a_store() -> None:
+    assert in_threads(2, _trainer_beside_an_optimizer) == [[-4.5, -45, -3, 0.25, 1]] * 2
+    assert run_job(beside, 2, 1, "dist_sync") == [[-4.5, -45, -3, 0.25, 1]] * 2
+
+
+def _mixed(comm: Communicator) -> list[str]:
+    found = []
+    with create("allreduce", communicator=comm) as kv:
+        kv.set_optimizer("sgd", keys=["a"])
+        kv.init(["a", "b"], [torch.zeros(1)] * 2)
+        for call in (
+            lambda: kv.push(["a", "b"], [torch.ones(1)] * 2),
+            lambda: kv.pushpull(["a", "b"], [torch.ones(1)] * 2),
+            lambda: Trainer({"c": nn.Parameter(torch.ones(1))}, "sgd", None, kv, {"type": "fp16"}),
+            lambda: Trainer({"d": nn.Parameter(torch.ones(1))}, "sgd", None, kv),
+        ):
+            try:
+                call()
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_what_keys_of_several_optimizers_cannot_share_is_refused() -> None:
+    for found in in_threads(2, _mixed):
+        *mixed, compressed = found
+        assert (
+            mixed
+            == ["keys ['a', 'b'] of one call have different optimizers; expected a call for the keys of each optimizer"]
+            * 2
+        )
+        assert compressed.startswith("the 'allreduce' store serves a Trainer with other compression, which is that of")
