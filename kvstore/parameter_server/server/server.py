@@ -206,12 +206,13 @@ class Server:
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             sequence = getattr(message, "sequence", 0)
             self._reject(identity, sequence, error)
-            if isinstance(message, protocol.Push) and worker is not None and sequence not in worker.in_use:
-                self._release_refused(worker, message)
-
-    def _release_refused(self, worker: WorkerSession, push: protocol.Push) -> None:
-        if self._scheduler.allows_restarts or (push.region and worker.memory is not None):
-            self._sessions.release(worker, push.sequence)
+            if (
+                isinstance(message, protocol.Push)
+                and worker is not None
+                and sequence not in worker.in_use
+                and (self._scheduler.allows_restarts or (message.region and worker.memory is not None))
+            ):
+                self._sessions.release(worker, sequence)
 
     def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:
         if not isinstance(error, MismatchError):
