@@ -546,9 +546,8 @@ class AllReduceStore(LocalStore):
         return [*map(sum, zip(*(owners.nbytes for owners in self._owners.values()), strict=True))]
 
     def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:  # noqa: D102
-        group = self._group_for("save_optimizer_states", group)
-        state = self.optimizer_state(group=group)
-        if group not in self._owners or not self.rank:
+        state = self.optimizer_state(group=self._group_for("save_optimizer_states", group))
+        if not self.rank:
             files.save(Path(path), state.tensors, state.header())
 
     def _state_of(self, group: OptimizerGroup) -> OptimizerState:

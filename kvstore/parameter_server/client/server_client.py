@@ -152,7 +152,11 @@ class ServerClient:
         return memory
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its callbacks run in the thread that drives the sockets."""
+        """Queue a request; its callbacks run in the thread that drives the sockets. ValueError if it is too large."""
+        if request.nbytes > protocol.MAX_SHARD:
+            raise ValueError(
+                f"{request.what} has {request.nbytes} bytes for one message; expected at most {protocol.MAX_SHARD}"
+            )
         if self._failure is not None:
             request.on_error(request, self._failure)
             return
