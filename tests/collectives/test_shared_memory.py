@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import math
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gangline.bench.unequal.slow_process import QuotaProcess, can_set_quota
 from gangline.collectives.bootstrap import groups, rendezvous
 from gangline.collectives.communicator import Communicator, open_communicator
 from gangline.collectives.errors import GanglineError, ProtocolError, StallError
@@ -30,12 +32,14 @@ from gangline.collectives.liveness import watchdog
 from gangline.collectives.processes.spawning import Ranks, spawn
 from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
 from gangline.collectives.transports.shm import cma, futex_wakeup, segments, transport
+from gangline.collectives.transports.shm.cpu_quota import are_enough, cpu_quotas
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableKey
 from gangline.collectives.work import Work
 from tests.collectives.grid import Cell, check, combined, values
+from tests.collectives.processes import Rank, in_processes
 from tests.collectives.ranks import (
     LARGE,
     PATIENT,
@@ -547,6 +551,41 @@ def _yields_of_both_kinds(comm: Communicator) -> list[int]:
 def test_ranks_that_outnumber_the_cores_and_background_threads_soon_sleep() -> None:
     first, _ = spawn(_yields_of_both_kinds, 2, transport="ipc")
     assert all(0 < yields <= 20 for yields in first)
+
+
+def _with_quota(rank: Rank, factor: float) -> None:
+    quota = QuotaProcess(os.getpid())
+    try:
+        quota.slow_down(factor)
+        group = open_host_group(rank.rank, range(rank.size), 4096, rank.exchange)
+        rank.tell([min(cpu_quotas().values(), default=math.inf), group.has_cores])
+    finally:
+        quota.close()
+    rank.hear()
+
+
+@pytest.mark.skipif(not can_set_quota(), reason="only root may set CPU quotas")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize(("factor", "cores"), [(2, 0.5), (1, math.inf)])
+def test_ranks_whose_quota_is_less_than_a_core_do_not_spin(factor: float, cores: float) -> None:
+    assert in_processes(_with_quota, 2, factor) == [[cores, cores > 1]] * 2
+
+
+def test_quotas_of_both_versions_of_cgroups_and_of_their_parents_count(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    for files, lines, quotas in (
+        ({"cpu.max": "max 100000", "a/cpu.max": "150000 100000", "a/b/cpu.max": "50000 10000"}, "0::/a/b", [5.0, 1.5]),
+        ({"cpu/a/cpu.cfs_quota_us": "20000", "cpu/a/cpu.cfs_period_us": "10000"}, "4:cpu,cpuacct:/a", [2.0]),
+        ({"cpu/c/cpu.cfs_quota_us": "-1", "cpu/c/cpu.cfs_period_us": "10000"}, "5:memory:/a\n4:cpu:/c", []),
+        ({}, "", []),
+    ):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        own.write_text(lines)
+        assert list(cpu_quotas(tmp_path, own).values()) == quotas
+    assert are_enough([{"a": 2.0}, {"a": 2.0}, {"b": 1.0}, {}])
+    assert not are_enough([{"a": 1.5}, {"a": 1.5}])
 
 
 def _wait_with_slow_yields(comm: Communicator, noticed: Path) -> int:
