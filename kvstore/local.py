@@ -357,7 +357,7 @@ class LocalStore(KVStore):
             pairs = [pair for pair in pairs if pair[1] and weight]
         self._place(pairs)
         pairs = merged(pairs)
-        optimizer = self._optimizer_of(pairs[0][0]) if pairs else None
+        optimizer = self._optimizer_of(keys_of(pairs)[0]) if pairs else None
         if optimizer is not None:
             optimizer.check_kinds(pairs)
         if self._compressed is not None:

@@ -109,15 +109,6 @@ def test_an_updater_or_optimizer_set_between_two_calls_applies(kv: KVStore) -> N
         _ = kv.learning_rate
 
 
-def test_values_that_autograd_records_are_pushed_and_pulled_into(kv: KVStore) -> None:
-    values, outs = tensors(1.0), tensors(0.0)
-    values[0][0].requires_grad_()
-    outs[1][1].requires_grad_()
-    kv.pushpull(KEYS, values, outs)
-    assert all_are(outs, 3.0)
-    assert outs[1][1].is_leaf
-
-
 @pytest.mark.parametrize("lender", ["fuse", "updater"])
 def test_a_value_in_the_stores_own_memory_is_summed(kv: KVStore, lender: str) -> None:
     """The second value of each key is its stored value, which the sum must not overwrite before it is read."""

@@ -153,7 +153,7 @@ class ShardOptimizers:
             optimizer.learning_rate = learning_rate
         weight = shard.weight
         if isinstance(gradient, RowSparse):
-            rows = gradient.values.to(weight.dtype).view(-1, *weight.shape[1:])
+            rows = gradient.values.to(weight.dtype).view(len(gradient.indices), *weight.shape[1:])
             optimizer.update([(shard.number, RowSparse(gradient.indices, rows, weight.shape))])
         else:
             optimizer.update([(shard.number, gradient.view(weight.shape))])

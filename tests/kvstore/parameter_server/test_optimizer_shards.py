@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gangline import kvstore
 from gangline.collectives.errors import MismatchError
-from gangline.kvstore import KVStore, RowSparse
+from gangline.kvstore import KVStore
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixStream
@@ -168,29 +168,6 @@ class OwnOptimizer(torch.optim.SGD):
     """Class that servers do not run."""
 
 
-def rows_of_tables(kv: KVStore) -> None:
-    shapes = {"table": (50_021, 48), "short": (11, 3), "odd": (70_001, 10)}
-    for spec in (
-        ("sgd", {"learning_rate": 0.5, "momentum": 0.5, "wd": 0.25}),
-        ("adam", {"learning_rate": 0.01}),
-        ("adagrad", {"learning_rate": 0.1}),
-    ):
-        both = Both(kv, shapes, spec)
-        for step in range(3):
-            for key, shape in shapes.items():
-                pushed = [rows_at(shape, rank, step) for rank in range(kv.num_workers)]
-                kv.push(key, pushed[kv.rank])
-                both.local.push(key, pushed)
-        both.agree(*TOLERANCES.get(spec[0], ()))
-        both.states_agree()
-
-
-def rows_at(shape: tuple[int, ...], rank: int, step: int) -> RowSparse:
-    ids = torch.tensor([shape[0] - 1, 0, rank + 1, shape[0] // 2 + step, 0])
-    values = (torch.arange(5.0)[:, None] + torch.arange(shape[1]) % 7 - rank + step) / 4
-    return RowSparse(ids, values, shape)
-
-
 @pytest.mark.slow
 def test_elementwise_optimizers_on_keys_that_are_cut() -> None:
     check("dist_sync", 2, 2, [refused_arguments, elementwise_optimizers])
@@ -204,11 +181,6 @@ def test_states_are_saved_and_loaded() -> None:
 @pytest.mark.slow
 def test_states_are_saved_and_loaded_over_collectives() -> None:
     check("allreduce", 2, 0, [states_come_back])
-
-
-@pytest.mark.slow
-def test_row_sparse_updates() -> None:
-    check("dist_sync", 3, 2, [rows_of_tables])
 
 
 def adafactor(kv: KVStore) -> None:
