@@ -244,7 +244,11 @@ def _writable(key: Any, value: Any) -> torch.Tensor:
     if value.layout != torch.strided:
         raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense tensor to write into")
     strides = value.stride()
-    if 0 in strides and any(not stride and size > 1 for stride, size in zip(strides, value.shape, strict=True)):
+    if (
+        0 in strides
+        and value.numel()
+        and any(size > 1 and not stride for size, stride in zip(value.shape, strides, strict=True))
+    ):
         raise ValueError(f"key {key!r} cannot be written into an expanded tensor; clone it first")
     return _without_grad(value)
 

@@ -119,6 +119,7 @@ class KVStore(abc.ABC):
         self._compressed: CompressedPushes | None = None
         self._groups = OptimizerGroups()
         self._attached: dict[Key, str] = {}  # the kind of front that has attached a key
+        self._compresses_by_front = False
         self._calls_begun = 0
         self._closed = False
 
@@ -722,8 +723,8 @@ class KVStore(abc.ABC):
         if self._serves_one_process and (workers := num_workers()) > 1:
             _log.warning(
                 "a %s uses a %r store, which serves this process alone, in a job of %d workers: each trains its own "
-                "weights; %s, or name 'allreduce' or a dist_* store",
-                *(owner, self.type, workers, "use context='parallel'" if owner == "Module" else "leave kvstore out"),
+                "weights; leave kvstore out, or name 'allreduce' or a dist_* store",
+                *(owner, self.type, workers),
             )
         known = (replaces.keys if replaces is not None else None) or frozenset()
         held = [key for key in keys if key in self and key not in known]
@@ -736,13 +737,15 @@ class KVStore(abc.ABC):
             [other, *_] = others
             self.check_not_restarted(f"training by a {other} and a {owner} on one store")
             given = None if compression is None else parse(compression)
-            if given != (None if self._compressed is None else self._compressed.compression):
+            current = None if self._compressed is None else self._compressed.compression
+            if given != current and (given is not None or self._compresses_by_front):
                 raise ValueError(
                     f"the {self.type!r} store serves a {other} with other compression, which is that of all keys; give "
                     f"the {owner} the same compression, or a store of its own"
                 )
         elif compression is not None:
             self.set_gradient_compression(compression)
+            self._compresses_by_front = True
         group = None
         if spec is not None:
             number = replaces.number if replaces is not None else None
@@ -866,19 +869,19 @@ class KVStore(abc.ABC):
         self._check_pushed_once(present)
         return self._note_pending(present, self._push_bucket(bucket, values, present, weight, priority, async_op))
 
-    def refuse(self, call: str, error: Exception, bucket: Bucket | None = None) -> None:
+    def refuse(self, call: str, error: Exception, keys: Bucket | Key | None = None) -> None:
         """Report that this worker cannot make a call; the workers that make it raise the error. Collective.
 
         Args:
             call: name of the call.
             error: reason.
-            bucket: bucket of the call, if the call is `push_bucket`.
+            keys: bucket or key of the call, if the call is a push.
 
         Raises:
             MismatchError: in ``allreduce`` stores, as on the other workers.
         """
         self._check_open()
-        self._refuse(call, error, bucket)
+        self._refuse(call, error, keys)
 
     def pull_bucket(
         self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False

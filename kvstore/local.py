@@ -174,7 +174,9 @@ class LocalStore(KVStore):
         state, optimizer = read(), self._optimizers[group]
 
         def load() -> None:
-            self._add_to(optimizer, self._keys_of(group))
+            keys = self._keys_of(group)  # those that the optimizer does not support have no state
+            dtypes = [self._entries[key].stored.dtype for key in keys]
+            self._add_to(optimizer, [key for key, one in zip(keys, dtypes, strict=True) if not group.spec.misfit(one)])
             optimizer.load_state(state)
 
         self._run_exclusive(load)

@@ -9,7 +9,7 @@ import torch
 
 
 def shared(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
-    """Return a tensor over the memory of an array, which error messages call ``what``.
+    """Return a tensor over the memory of an array, which error messages call ``what``; a new one for an empty array.
 
     Raises:
         TypeError: if torch has no such dtype.
@@ -18,9 +18,11 @@ def shared(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:
     if not array.flags.writeable:
         raise ValueError(f"{what} is a read-only numpy array; expected one that may be written")
     try:
-        return torch.from_numpy(array)
+        tensor = torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what} is a numpy array of {array.dtype} that torch cannot share: {error}") from None
+    # numpy's strides of an empty array may be 0: torch takes it for expanded, and cannot view it as bytes
+    return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def readable(array: np.ndarray[Any, Any], what: str) -> torch.Tensor:

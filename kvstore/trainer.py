@@ -20,6 +20,7 @@ from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negati
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
 from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeights
+from gangline.kvstore.reducer.written_gradients import WrittenGradients
 from gangline.kvstore.reducer.written_weights import WrittenWeights
 from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, of_gradient, summed
@@ -117,6 +118,8 @@ class Trainer(NetworkState):
             if update_on_kvstore is False and self.kvstore.num_workers > 1:
                 raise ValueError(f"update_on_kvstore is False, but {_ON_STORE}")
             self._join_workers(params, spec, shard, memory, compression_params)
+            several = self.kvstore.num_workers > 1
+            self._written_gradients = WrittenGradients(self._trained if several else {})
         except BaseException:  # raised again
             if isinstance(kvstore, str):
                 self.kvstore.close()
@@ -251,13 +254,15 @@ class Trainer(NetworkState):
             TypeError: if ``batch_size`` is not a number.
             ValueError: if ``batch_size`` is negative or not finite, or a gradient to be compressed holds NaN or
                 infinity.
-            RuntimeError: if a parameter that was frozen when the trainer was made is no longer frozen, or `backward`
-                has failed after it had sent a part of the gradients.
+            RuntimeError: if a parameter that was frozen when the trainer was made is no longer frozen, `backward` has
+                failed after it had sent a part of the gradients, or, with several workers, gradients of the first step
+                were written in place, as clip_grad_norm_ does.
             GanglineError: if a worker is dead, late or makes a different call.
         """
         check_not_negative("weight", batch_size)
         self._check_backward()
         check_frozen(self._parameters, self._trained, "Trainer")
+        self._written_gradients.check(_ON_STORE)
         if ignore_stale_grad:
             self._drop_stale_gradients()
         if batch_size and not self._warned:
@@ -391,7 +396,9 @@ class Trainer(NetworkState):
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
-                parameter.grad.detach_().zero_()
+                if parameter.grad.grad_fn is not None:
+                    parameter.grad.detach_()
+                parameter.grad.requires_grad_(False).zero_()
 
     def allreduce_grads(self) -> None:
         """Do nothing; for MXNet's loops, which call it before `update`. Single worker only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakValueDictionary
 
 from gangline.collectives.bootstrap import rendezvous
@@ -31,6 +32,7 @@ from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange, SlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
+from gangline.collectives.transports.zmq.context import SharedContext
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.tuner import TRANSPORTS, Table, forced_transport
 
@@ -227,9 +229,10 @@ def _open_transports(
     rank, size = membership.rank, membership.size
 
     def by_sockets() -> tuple[Transport, Transport]:
-        collectives = ZmqTransport(rank, size, exchange, watchdogs[0], address=settings.address)
+        options: Any = {"address": settings.address, "context": SharedContext()}
+        collectives = ZmqTransport(rank, size, exchange, watchdogs[0], **options)
         try:
-            return collectives, ZmqTransport(rank, size, exchange, watchdogs[1], address=settings.address)
+            return collectives, ZmqTransport(rank, size, exchange, watchdogs[1], **options)
         except BaseException:
             collectives.close()
             raise

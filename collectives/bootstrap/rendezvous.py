@@ -182,7 +182,7 @@ def _connect_store(host: str, port: int, timeout: float, *, is_local: bool) -> _
             options = {"is_master": False, "timeout": timedelta(seconds=timeout)}
             return call_within(max(left, pause), TCPStore, host, port, **options)
         except OSError as error:
-            if pause > left:
+            if time.monotonic() + pause > begin + timeout:
                 raise StallError(
                     f"rank 0 did not open its store at {host}:{port} within {timeout:g} s: {error}"
                 ) from error

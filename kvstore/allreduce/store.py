@@ -32,7 +32,7 @@ from gangline.kvstore.arguments import (
 )
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
-from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
+from gangline.kvstore.group.serialization import bytes_of, dtype_named, name_of_dtype
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.interface import KVStore, refused_on_all_ranks
 from gangline.kvstore.local import LocalStore
@@ -641,7 +641,7 @@ def _broadcast_state(workers: Negotiator, state: OptimizerState | None, root: in
         else:
             tensors[name] = torch.empty(shape, dtype=dtype_named(dtype), device="cpu")
         with workers.communicator() as communicator:
-            communicator.broadcast(tensors[name].view(-1).view(torch.uint8), root)
+            communicator.broadcast(bytes_of(tensors[name]), root)
     return OptimizerState.from_parts(header, tensors)
 
 

@@ -42,6 +42,13 @@ def digest(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(_bytes(tensor), digest_size=16).digest()
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous host tensor as a flat uint8 tensor."""
+    if not tensor.numel():  # torch cannot view it if a stride is not 1, as that of an empty slice
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def _pack_tensor(value: Any) -> msgpack.ExtType:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"cannot serialize a {type(value).__name__}; expected plain data and tensors")
@@ -58,5 +65,4 @@ def _unpack_tensor(code: int, data: bytes) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes())
+    return bytes(bytes_of(tensor.cpu().contiguous()).numpy().tobytes())

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from gangline.collectives.errors import DiskFullError
 from gangline.collectives.host_files import opener
+from gangline.kvstore.group.serialization import bytes_of
 
 _HEADER, _CHECKSUM = "gangline", "gangline_checksum"
 _DTYPES = {
@@ -68,7 +69,7 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
     with open(path, "wb", opener=opener) as file:
         file.write(len(packed).to_bytes(8, "little") + packed)
         for tensor in on_host.values():
-            file.write(_data_of(tensor))
+            file.write(bytes_of(tensor).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -78,13 +79,8 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     total = zlib.crc32(header.encode())
     for name, tensor in sorted(tensors.items()):
         total = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
-        total = zlib.crc32(_data_of(tensor), total)
+        total = zlib.crc32(bytes_of(tensor).numpy().data, total)
     return f"{total:08x}"
-
-
-def _data_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:

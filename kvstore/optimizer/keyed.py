@@ -86,8 +86,8 @@ class KeyedOptimizer:
 
     def check(self, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
         """Return a torch optimizer over the weight alone; raise ValueError as `add` would."""
-        if not (weight.is_floating_point() or weight.is_complex()):
-            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: it holds {weight.dtype}")
+        if misfit := self.spec.misfit(weight.dtype):
+            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {misfit}")
         is_half_on_cpu = weight.is_cpu and weight.dtype.itemsize < 4
         if is_half_on_cpu and self.spec.optimizer_class is torch.optim.SGD and self.spec.arguments.get("fused"):
             raise ValueError(  # torch 2.12 and 2.13: https://github.com/pytorch/pytorch/issues/191763
@@ -170,7 +170,7 @@ class KeyedOptimizer:
     def _start_values(self, key: Key) -> dict[str, float]:
         """Return the initial values of a key's elementwise state tensors: those after a step over zeros."""
         if key not in self._starts:
-            probe = torch.zeros_like(self.weights[key].detach().flatten()[:1])
+            probe = torch.zeros(1, dtype=self.weights[key].dtype, device=self.weights[key].device)
             probe.grad = torch.zeros_like(probe)
             group = {name: value for name, value in self._group_of[key].items() if name != "params"}
             optimizer = self.spec.optimizer_class([{**group, "params": [probe]}], **self.spec.arguments)

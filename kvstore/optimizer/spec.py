@@ -144,6 +144,12 @@ class OptimizerSpec:
         """Names of all arguments of torch's class."""
         return set(_defaults(self.optimizer_class))
 
+    def misfit(self, dtype: torch.dtype) -> str | None:
+        """Return why keys of a dtype cannot be updated; None if they can."""
+        if dtype.is_complex and self.clip_gradient is not None:
+            return f"clip_gradient clips real numbers, but it holds {dtype}"
+        return None if dtype.is_floating_point or dtype.is_complex else f"it holds {dtype}"
+
     def factors(self, key: Key) -> tuple[float, float]:
         """Return (lr_mult, wd_mult) of a key."""
         if self.wd_mult == "mxnet":

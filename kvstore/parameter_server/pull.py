@@ -157,7 +157,8 @@ class RowPull:
         shape = torch.Size(self._layout.shape)
         for out, ids in self._targets:
             wanted = torch.unique(ids.reshape(-1).cpu())
-            rows = self._rows[torch.searchsorted(self._ids, wanted)].view(-1, *shape[1:])
+            rows = self._rows[torch.searchsorted(self._ids, wanted)]
+            rows = rows.view(-1, *shape[1:]) if self._layout.numel else rows.new_empty(len(wanted), *shape[1:])
             write_rows(out, RowSparse(wanted, rows, shape))
 
 

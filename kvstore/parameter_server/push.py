@@ -16,6 +16,7 @@ from gangline.collectives.engine.host_staging import copies_on_host
 from gangline.kvstore.arguments import Value
 from gangline.kvstore.compression import compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
+from gangline.kvstore.group.serialization import bytes_of
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -265,8 +266,4 @@ def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:
     if not shard.is_whole:
         indices, inside = shard.blocks_of(indices)
         indices, values = indices[inside], values.reshape(-1, shard.width)[inside]
-    return torch.cat([_as_bytes(indices), _as_bytes(values)])
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.cat([bytes_of(indices.contiguous()), bytes_of(values.contiguous())])

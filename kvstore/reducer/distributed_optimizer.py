@@ -311,6 +311,8 @@ class DistributedOptimizer(NetworkState, Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as the wrapped optimizer does."""
         self._end_failed_backward()
+        if isinstance(self._reducer, GradientReducer):
+            self._reducer.move_hooks_last()
         self._optimizer.zero_grad(set_to_none)
         self._has_local = False
         self._is_reduced = False  # also after a step that GradScaler has skipped

@@ -152,6 +152,13 @@ class Reducer:
             for key, parameter in of_replica.items()
         ]
 
+    def move_hooks_last(self) -> None:
+        """Let hooks that the user has registered since run before this reducer's, which push the gradients."""
+        for hook in self._hooks:
+            hooks = hook.hooks_dict_ref()
+            if hooks and next(reversed(hooks)) != hook.id:
+                hooks[hook.id] = hooks.pop(hook.id)  # autograd does not follow OrderedDict.move_to_end
+
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -178,6 +185,8 @@ class Reducer:
             self._arrivals.clear()
         elif push_early and not self._hooks:
             self._add_hooks()
+        elif push_early:
+            self.move_hooks_last()
         elif not (push_early or self._is_early or self._keeps_hooks):  # in a plain loop no bucket is pushed early
             self._remove_hooks()
         self._is_early = push_early
@@ -456,7 +465,7 @@ class Reducer:
             if self._in_step:
                 numbers = _numbers_of(gradients if self._weight != 0 else [])
                 rows[key] = _distinct(self._gather_rows(numbers))  # rows that any worker pushes
-                self.before_rows(key, rows[key])
+                self._check_rows(key, rows[key])
                 if self._weight is None:
                     self._store.push(key, gradients or [rows_of(self._parameters[0][key].detach(), 0)])
                 else:
@@ -464,9 +473,17 @@ class Reducer:
             elif gradients:
                 is_alone = self._store.num_workers == 1  # else other workers push other rows
                 rows[key] = _numbers_of(gradients) if is_alone else None
-                self.before_rows(key, rows[key])
+                self._check_rows(key, rows[key])
                 self._store.push(key, gradients)
         return rows
+
+    def _check_rows(self, key: Key, numbers: torch.Tensor | None) -> None:
+        try:
+            self.before_rows(key, numbers)
+        except RuntimeError as error:
+            if self._in_step:
+                self._store.refuse("push_weighted", error, key)
+            raise
 
     def _gather_rows(self, own: Any) -> list[Any]:
         """All-gather an object about the rows, without workers inside `join`. Collective."""

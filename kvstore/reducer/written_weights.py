@@ -123,10 +123,12 @@ class WrittenWeights:
         if self._defers and self.steps > _CHECKED_STEPS and not self.writes_data:
             self._raise_if_lost()
             late = [one for one in pairs if one[1].shape == one[2].shape and changed.isdisjoint(one[0][0])]
-            if late:
-                flags = torch.stack([(before != now).any() for _, before, now in late])
-                event = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
-                self._deferred.append((event, flags.to("cpu", non_blocking=True), [unit for unit, _, _ in late]))
+            for device in {now.device for _, _, now in late}:
+                of_device = [one for one in late if one[2].device == device]
+                flags = torch.stack([(before != now).any() for _, before, now in of_device])
+                flags = flags.to("cpu", non_blocking=True)
+                event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+                self._deferred.append((event, flags, [unit for unit, _, _ in of_device]))
             pairs = [one for one in pairs if not changed.isdisjoint(one[0][0])]
         keys = [key for unit, before, now in pairs if not torch.equal(before, now) for key in unit[0]]
         return {

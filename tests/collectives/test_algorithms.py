@@ -37,7 +37,8 @@ from gangline.collectives.schedule import (
 from gangline.collectives.schedule.schedule import steps_by_rank
 from gangline.collectives.transports.base import PIECE, MessageTag
 from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup
-from tests.collectives.ranks import combined, same, values
+from tests.collectives.grid import combined, values
+from tests.collectives.ranks import same
 from tests.collectives.symbolic import verify
 
 SIZES = (*range(1, 18), 31, 32, 33)

@@ -18,249 +18,29 @@ from gangline.collectives.communicator import Communicator, in_process
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.work import Work
-from tests.collectives.ranks import (
-    LARGE,
-    MOVING,
-    REDUCING,
-    call,
-    cases,
-    check,
-    combined,
-    edge_sizes,
-    expected,
-    given,
-    in_ranks,
-    in_threads,
-    open_again,
-    outcomes_in_threads,
-    run_together,
-    same,
-    small_sizes,
-    values,
-)
+from tests.collectives.grid import COLLECTIVES, Cell, call, check, combined, inputs_of, reference, values
+from tests.collectives.ranks import LARGE, in_ranks, in_threads, open_again, outcomes_in_threads, run_together, same
 
-COLLECTIVES = (*REDUCING, *MOVING)
 ones = torch.ones
-
-
-# Values
-
-
-def _every_case(comm: Communicator, every: int = 1) -> None:
-    for number, (collective, dtype, op) in enumerate(cases()):
-        for count in small_sizes(comm.size) if number % every == 0 else ():
-            check(comm, collective, count, dtype, op, root=(number + count) % comm.size)
-
-
-def _edges(comm: Communicator, every: int, sizes: int) -> None:
-    for number, (collective, dtype, op) in enumerate(cases()):
-        edges = edge_sizes(dtype)
-        for count in (edges * 2)[number % 8 :][:sizes] if number % every == 0 else ():
-            check(comm, collective, count, dtype, op, root=number % comm.size)
-
-
-def _cases_and_edges(comm: Communicator, every: int, every_edge: int, sizes: int = 1) -> str:
-    _every_case(comm, every)
-    _edges(comm, every_edge, sizes)
-    return comm.transport
-
-
-_EVERY_CASE = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.mark.parametrize(
-    ("size", "every", "every_edge", "sizes"),
-    [
-        *[(1, 1, 19, 1), (2, 1, 7, 1), (3, 3, 19, 1), (5, 5, 61, 1)],
-        *(
-            pytest.param(size, 1, every_edge, sizes, marks=_EVERY_CASE)
-            for size, every_edge, sizes in ((1, 1, 8), (2, 1, 8), (3, 2, 8), (4, 5, 4), (5, 7, 4))
-        ),
-    ],
-)
-def test_every_collective_dtype_operation_and_size_is_correct(
-    size: int, every: int, every_edge: int, sizes: int
-) -> None:
-    in_threads(size, _cases_and_edges, every, every_edge, sizes)
-
-
-@pytest.mark.parametrize(
-    ("transport", "size", "every", "every_edge", "timeout"),
-    [
-        *[("shared_memory", 2, 7, 61, 60), ("shared_memory", 4, 7, 61, 60)],
-        *[("ipc", 2, 7, 61, 60), ("tcp", 3, 11, 101, 60)],
-        *(
-            pytest.param(transport, size, 1, 3, 300, marks=_EVERY_CASE)
-            for transport in ("shared_memory", "ipc", "tcp")
-            for size in (2, 3, 4)
-        ),
-    ],
-)
-def test_processes_get_the_same_values(transport: str, size: int, every: int, every_edge: int, timeout: int) -> None:
-    ranks = spawn(_cases_and_edges, size, every, every_edge, transport=transport, timeout=timeout)
-    assert ranks == [transport] * size
-
-
-def _odd_values(comm: Communicator, count: int) -> None:
-    inf, nan = float("inf"), float("nan")
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        tensor = torch.full((count,), float(comm.rank), dtype=dtype)
-        tensor[0] = nan if comm.rank == 1 else 5
-        tensor[1] = inf if comm.rank == 0 else -1
-        tensor[2] = -inf if comm.rank == comm.size - 1 else 1
-        tensor[3] = torch.finfo(dtype).max
-        for op, beginning in {
-            "min": [nan, -1, -inf, torch.finfo(dtype).max],
-            "max": [nan, inf, 1, torch.finfo(dtype).max],
-            "sum": [nan, inf, -inf, inf],
-            "product": [nan, inf * (-1) ** (comm.size - 1), -inf, inf],
-        }.items():
-            got = comm.all_reduce(tensor, op, torch.empty_like(tensor))
-            torch.testing.assert_close(
-                got[:4].double(), torch.tensor(beginning, dtype=torch.float64), equal_nan=True, rtol=0, atol=0
-            )
-            if op == "max":
-                assert bool((got[4:] == comm.size - 1).all())
-
-
-@pytest.mark.parametrize("count", [5, LARGE])
-@pytest.mark.parametrize("size", [2, 3])
-def test_nan_wins_and_infinities_are_results_without_warnings(size: int, count: int) -> None:
-    in_threads(size, _odd_values, count)
-
-
-# Layouts
-
-
-def _layouts(comm: Communicator, rows: int) -> None:
-    def laid_out(rank: int) -> dict[str, Tensor]:
-        base = values(rows * 6, rank, torch.float32)
-        return {
-            "transposed": base.view(rows, 6).clone().t(),
-            "strided": base.clone()[::2],
-            "3-d, permuted": base.view(rows, 3, 2).clone().permute(2, 0, 1),
-            "inner column": base.view(rows, 6).clone()[:, 1:3],
-            "0-d": base.clone()[3],
-            "one element of a stride": base.clone()[1::3][:1],
-            "empty with strides": base.clone()[::2][:0],
-            "channels last": base.clone().view(1, 6, rows, 1).contiguous(memory_format=torch.channels_last),
-        }
-
-    for name, tensor in laid_out(comm.rank).items():
-        everybody = [laid_out(other)[name] for other in range(comm.size)]
-        before = tensor.stride()
-        got = comm.all_reduce(tensor)
-        assert got is tensor
-        assert tensor.stride() == before
-        same(tensor, combined([each.contiguous() for each in everybody], "sum"), f"all_reduce, {name}")
-
-        tensor = laid_out(comm.rank)[name]
-        assert comm.broadcast(tensor, 1) is tensor
-        same(tensor, everybody[1], f"broadcast, {name}")
-
-        tensor = laid_out(comm.rank)[name]
-        out = torch.empty((*reversed(tensor.shape), comm.size)).permute(*reversed(range(tensor.dim() + 1)))
-        assert comm.all_gather(tensor, out) is out
-        same(out, torch.stack(everybody), f"all_gather, {name}")
-        same(tensor, everybody[comm.rank], f"all_gather's input, {name}")
-
-        given = torch.stack(everybody).flip(0).transpose(0, -1).contiguous().transpose(0, -1)
-        got = comm.all_to_all(given)
-        same(got, torch.stack([everybody[-1 - comm.rank]] * comm.size), f"all_to_all, {name}")
-        out = tensor.new_empty((*tensor.shape, 2))[..., 0]
-        assert comm.reduce_scatter(given, "max", out) is out
-        same(out, everybody[-1 - comm.rank], f"reduce_scatter, {name}")
-
-        result = comm.reduce(tensor, 0, "sum", None)
-        if comm.rank == 0:
-            assert result is tensor
-            same(tensor, combined([each.contiguous() for each in everybody], "sum"), f"reduce, {name}")
-        else:
-            same(tensor, everybody[comm.rank], f"reduce elsewhere, {name}")
-
-    expanded, out = torch.tensor([1.0 + comm.rank]).expand(3), torch.empty(3)
-    comm.all_reduce(expanded, out=out)
-    assert out.tolist() == [6.0] * 3
-    comm.broadcast(expanded if comm.rank == 0 else out, 0)
-    assert out.tolist() == [1.0 if comm.rank else 6.0] * 3
-    comm.reduce(expanded if comm.rank else out, 0)
-    assert torch.equal(comm.all_gather(expanded), torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3]))
-
-
-@pytest.mark.parametrize("rows", [2, LARGE // 6 + 1])
-def test_tensors_may_have_any_layout(rows: int) -> None:
-    in_threads(3, _layouts, rows)
-
-
-def _with_gradient(comm: Communicator, count: int) -> None:
-    tensor = values(count, comm.rank, torch.float32).requires_grad_()
-    assert comm.all_reduce(tensor) is tensor
-    same(tensor, expected("all_reduce", count, comm.rank, comm.size, torch.float32, "sum", 0), "all_reduce")
-    assert (tensor.requires_grad, tensor.grad_fn) == (True, None)
-    parameter = torch.nn.Parameter(values(count, comm.rank, torch.float32))
-    assert comm.broadcast(parameter, 1) is parameter
-    same(parameter, values(count, 1, torch.float32), "broadcast")
-    doubled = parameter * 2  # has a grad_fn
-    gathered = comm.all_gather(doubled)
-    assert not gathered.requires_grad
-    if comm.rank == 0:
-        comm.send(doubled, to=1)
-    else:
-        assert comm.recv(tensor, source=0) is tensor
-        same(tensor, 2 * values(count, 1, torch.float32), "recv")
-
-
-@pytest.mark.parametrize("count", [5, LARGE])
-def test_tensors_that_require_grad_are_used_as_values(count: int) -> None:
-    in_threads(2, _with_gradient, count)
-
-
-def _into_out(comm: Communicator, count: int) -> None:
-    size, rank = comm.size, comm.rank
-    for collective in COLLECTIVES:
-        if collective == "broadcast":
-            continue
-        want = expected(collective, count, rank, size, torch.float32, "sum", 0)
-        out = torch.full((3,) if want is None else want.shape, -7.0)
-        got = check(comm, collective, count, torch.float32, "sum", 0, out=out)
-        assert got is (out if want is not None else None)
-        assert want is not None or out.eq(-7).all()
-    rows = comm.all_gather(values(count, rank, torch.float32))
-    assert isinstance(rows, Tensor)
-    own = values(count * size, rank, torch.float32).view(size, count)
-    same(
-        comm.all_gather(own[rank], own),
-        comm.all_gather(values(count * size, rank, torch.float32)[rank * count :][:count]),
-        "in place",
-    )
-
-
-@pytest.mark.parametrize("count", [4, LARGE])
-def test_results_are_written_to_out_and_inputs_are_unchanged(count: int) -> None:
-    in_threads(3, _into_out, count)
 
 
 # Asynchronous calls
 
 
 def _in_flight(comm: Communicator) -> None:
-    works: list[tuple[str, int, Work, Tensor]] = []
-    for number, collective in enumerate(COLLECTIVES * 2):
-        count = (3, LARGE, 0)[number % 3]
-        tensor = given(collective, count, comm.rank, comm.size, torch.int32)
-        work = call(comm, collective, tensor, "sum", number % comm.size, async_op=True)
-        works.append((collective, count, work, tensor))
+    works: list[tuple[Cell, Work]] = []
+    for number, name in enumerate(COLLECTIVES * 2):
+        cell = Cell(name, (3, LARGE, 0)[number % 3], torch.int32, root=number % comm.size, async_op=True)
+        tensor = inputs_of(cell, comm.size)[comm.rank].clone()
+        works.append((cell, call(comm, cell, tensor, tensor[0].clone() if name == "scatter" else None)))
         if number == 5:
-            check(comm, "all_reduce", 7, torch.int32, "sum", 0)  # after all of them, and before the next
+            check(comm, Cell("all_reduce", 7))  # after all of them, and before the next
     barrier = comm.barrier(async_op=True)
-    for number, (collective, count, work, tensor) in reversed(list(enumerate(works))):
+    for cell, work in reversed(works):
         work.wait()
         assert work.is_completed()
         assert work.exception() is None
-        want = expected(collective, count, comm.rank, comm.size, torch.int32, "sum", number % comm.size)
-        same(work.result, want, f"{collective} of {count}")
-        if collective == "all_reduce":
-            assert work.result is tensor
+        same(work.result, reference(cell, inputs_of(cell, comm.size), comm.rank), str(cell))
     barrier.wait()
     assert barrier.result is None
 
@@ -298,10 +78,8 @@ def _two_threads(comm: Communicator) -> None:
     def use(which: Communicator, step: int) -> None:
         try:
             for number in range(40):
-                check(which, "all_reduce", (number * step) % 23, torch.int64, "sum", 0)
-                check(
-                    which, "broadcast", LARGE if number % 20 == 0 else number, torch.float32, "sum", number % which.size
-                )
+                check(which, Cell("all_reduce", number * step % 23, torch.int64))
+                check(which, Cell("broadcast", LARGE if number % 20 == 0 else number, root=number % which.size))
         except BaseException as error:  # noqa: BLE001  told by the test's own thread
             problems.append(error)
 
@@ -323,12 +101,12 @@ def _groups(comm: Communicator) -> None:
             tensor = values(count, rank, torch.float32)
             halves.all_reduce(tensor)
             same(tensor, combined([values(count, other, torch.float32) for other in ranks], "sum"), "in the group")
-            check(comm, "all_reduce", count, torch.float32, "sum", 0)
+            check(comm, Cell("all_reduce", count))
     inner = halves.split(0 if halves.rank == 0 else None)
     assert (inner is None) == (halves.rank != 0)
     if inner is not None:
         assert (inner.size, inner.rank) == (1, 0)
-        check(inner, "all_gather", 4, torch.int16, "sum", 0)
+        check(inner, Cell("all_gather", 4, torch.int16))
         inner.close()
     registered = comm.empty(LARGE)  # the parent's, used in the group
     registered.copy_(values(LARGE, rank, torch.float32))
@@ -339,7 +117,7 @@ def _groups(comm: Communicator) -> None:
     halves.broadcast(own, halves.size - 1)
     same(own, values(LARGE, ranks[-1], torch.float32), "registered with the group")
     halves.close()
-    check(comm, "all_to_all", 5, torch.float32, "sum", 0)
+    check(comm, Cell("all_to_all", 5))
     same_order = comm.split(7)
     assert (same_order.rank, same_order.size) == (rank, comm.size)
     same_order.close()
@@ -371,10 +149,10 @@ def _registered(comm: Communicator) -> None:
     plain = torch.empty(LARGE, dtype=torch.int32)
     for registered_rank in range(comm.size):  # registered on one rank only
         mixed = large[7 : 7 + LARGE] if comm.rank == registered_rank else plain
-        for collective in ("all_reduce", "broadcast"):
-            mixed.copy_(values(LARGE, comm.rank, torch.int32))
-            call(comm, collective, mixed, "sum", 0)
-            same(mixed, expected(collective, LARGE, comm.rank, comm.size, torch.int32, "sum", 0), collective)
+        for cell in (Cell("all_reduce", LARGE, torch.int32), Cell("broadcast", LARGE, torch.int32)):
+            inputs = inputs_of(cell, comm.size)
+            call(comm, cell, mixed.copy_(inputs[comm.rank].view(-1)), None)
+            same(mixed, reference(cell, [each.view(-1) for each in inputs], comm.rank), str(cell))
 
 
 def _after_close(comm: Communicator) -> None:
@@ -462,7 +240,7 @@ def _refuse(comm: Communicator) -> None:
             with pytest.raises(kind, match=text):
                 refused(comm)
         assert comm._engine.sequence == before
-        check(comm, "all_reduce", 2, torch.float32, "sum", 0)
+        check(comm, Cell("all_reduce", 2))
 
 
 @pytest.mark.parametrize("transport", ["in_process", "shared_memory"])
@@ -516,7 +294,7 @@ UNNOTICED = ("root", "root, by a schedule")
 
 def _disagree(comm: Communicator, name: str, odd: int) -> str:
     usual, other = ODD[name]
-    check(comm, "all_reduce", 3, torch.float32, "sum", 0)
+    check(comm, Cell("all_reduce", 3))
     texts = []
     for attempt in (other if comm.rank == odd else usual, "barrier()", usual):
         try:
@@ -558,7 +336,7 @@ def _disagree_in_all_ways(comm: Communicator, transport: str) -> dict[str, str]:
     for number, name in enumerate(ODD):
         with open_again(comm, transport) as again:
             texts[name] = _disagree(again, name, number % comm.size)
-    check(comm, "all_reduce", 3, torch.float32, "sum", 0)  # other communicators still work
+    check(comm, Cell("all_reduce", 3))  # other communicators still work
     return texts
 
 

@@ -19,11 +19,11 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.errors import GanglineError, MismatchError, StallError
 from gangline.collectives.liveness.watchdog import Watchdog
-from tests.collectives import ranks
-from tests.collectives.ranks import MOVING, REDUCING, in_threads, outcomes_in_threads, same
+from tests.collectives import grid
+from tests.collectives.grid import COLLECTIVES
+from tests.collectives.ranks import in_threads, outcomes_in_threads, same
 from tests.collectives.simulated_gpus import Event, HostRank, SimulatedGpuTensor, on_simulated_gpu, simulated_gpus
 
-COLLECTIVES = (*REDUCING, *MOVING)
 COUNT = 37
 LARGE = 200_003
 
@@ -53,12 +53,11 @@ def check(
     count: int = COUNT,
     **options: Any,
 ) -> None:
-    """Make a call on a GPU tensor (None: CPU tensor); check it as `ranks.check`; NCCL divides before it adds."""
-    place = partial(located, card=card)
-    if collective == "scatter":
-        options["out"] = place(torch.zeros(count, dtype=dtype))
-    options |= {"is_inexact": op == "mean", "place": place, "read": values_of}
-    ranks.check(comm, collective, count, dtype, op, root, **options)
+    """Make a call on a GPU tensor (None: CPU tensor); check it as `grid.check`; NCCL divides before it adds."""
+    op = op if collective in grid.REDUCING else "sum"
+    kind, out = "rough" if op == "mean" else "exact", grid.outs_of(collective)[0]
+    cell = grid.Cell(collective, count, dtype, op, root, out, kind=kind, **options)
+    grid.check(comm, cell, place=partial(located, card=card), read=values_of)
 
 
 def check_all(comm: Communicator, card: int | None) -> None:
@@ -67,9 +66,11 @@ def check_all(comm: Communicator, card: int | None) -> None:
         check(comm, collective, card, root=root)
         check(comm, collective, card, root=root, async_op=True)
         check(comm, collective, card, dtype=torch.int32, root=root, count=LARGE if number % 2 else 0)
-        check(comm, collective, card, dtype=torch.int16, op="max" if collective in REDUCING else "sum", root=root)
-        check(comm, collective, card, dtype=torch.bool, op="product" if collective in REDUCING else "sum", root=root)
-        check(comm, collective, card, op="mean" if collective in REDUCING else "sum", root=root)
+        check(comm, collective, card, dtype=torch.int16, op="max", root=root)
+        check(
+            comm, collective, card, dtype=torch.bool, op="product" if collective in grid.REDUCING else "sum", root=root
+        )
+        check(comm, collective, card, op="mean", root=root)
 
 
 # -- through the host -----------------------------------------------------------------------------------------------
@@ -437,9 +438,8 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
 
 def check_on_gpu(comm: Communicator) -> None:
     for collective, dtype, async_op in product(COLLECTIVES, (torch.float32, torch.int16), (False, True)):
-        options = {"out": torch.empty(LARGE, dtype=dtype, device="cuda")} if collective == "scatter" else {}
-        on_gpu = {"place": Tensor.cuda, "read": Tensor.cpu, "async_op": async_op}
-        ranks.check(comm, collective, LARGE, dtype, "sum", 0, **on_gpu, **options)
+        cell = grid.Cell(collective, LARGE, dtype, out=grid.outs_of(collective)[0], async_op=async_op)
+        grid.check(comm, cell, place=Tensor.cuda, read=Tensor.cpu)
     other = 1 - comm.rank
     if comm.size == 2:
         received = torch.zeros(LARGE, device="cuda")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +22,19 @@ from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import PIECE, SLOT_BYTES
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.slots import SharedSlotExchange
-from tests.collectives.grid import CALLS, MEMORIES, Cell, check, drawn, is_valid, ops_of, outs_of, roots_of, walk
+from tests.collectives.grid import (
+    CALLS,
+    COLLECTIVES,
+    MEMORIES,
+    Cell,
+    check,
+    drawn,
+    is_valid,
+    ops_of,
+    outs_of,
+    roots_of,
+    walk,
+)
 from tests.collectives.ranks import in_threads, open_again
 
 ALGORITHMS = sorted({name for collective in tuner.TUNED for name in tuner.names(collective)})
@@ -90,16 +103,18 @@ def test_every_destination(size: int, algorithm: str) -> None:
     in_threads(threads(size, algorithm), walk, algorithm, cells)
 
 
+def _of_dtypes(way: str, calls: Sequence[str], size: int) -> Iterator[Cell]:
+    random = Random(f"{way} {size}")
+    for call, dtype in product(calls, DTYPES):
+        for op, kind in product(ops_of(call, dtype), ("exact", "special", "rough")):
+            if is_valid(Cell(call, 1, dtype, op, kind=kind)) and (kind == "exact" or dtype.is_floating_point):
+                count = random.choice([0, 1, size - 1, 17, 1030])
+                yield drawn(random, call, count, size, dtype=dtype, op=op, kind=kind)
+
+
 @pytest.mark.parametrize(("size", "algorithm"), FEW)
 def test_every_dtype_and_operation(size: int, algorithm: str) -> None:
-    random = Random(f"{size} {algorithm}")
-    cells = [
-        drawn(random, call, random.choice([0, 1, size - 1, 17]), size, dtype=dtype, op=op, kind=kind)
-        for call, dtype in product(calls_of(algorithm), DTYPES)
-        for op, kind in product(ops_of(call, dtype), ("exact", "special", "rough"))
-        if is_valid(Cell(call, 1, dtype, op, kind=kind)) and (kind == "exact" or dtype.is_floating_point)
-    ]
-    in_threads(threads(size, algorithm), walk, algorithm, cells)
+    in_threads(threads(size, algorithm), walk, algorithm, [*_of_dtypes(algorithm, calls_of(algorithm), size)])
 
 
 # Sizes around a slot, around a piece of a message and around the limits of the built-in tables
@@ -107,7 +122,15 @@ def test_every_dtype_and_operation(size: int, algorithm: str) -> None:
 
 def counts(call: str, size: int, dtype: torch.dtype) -> list[int]:
     """Return numbers of elements, of each row if the call has rows."""
-    limits = (164 << 10, PIECE - dtype.itemsize, PIECE, SLOT_BYTES, SLOT_BYTES + dtype.itemsize, (2 << 20) + 24)
+    limits = (
+        100 << 10,
+        164 << 10,
+        PIECE - dtype.itemsize,
+        PIECE,
+        SLOT_BYTES,
+        SLOT_BYTES + dtype.itemsize,
+        (2 << 20) + 24,
+    )
     rows = size if call in ("reduce_scatter", "all_to_all", "scatter", "messages", "all_to_all_uneven") else 1
     return [1009, *(-(-limit // dtype.itemsize // rows) for limit in limits)]
 
@@ -118,7 +141,7 @@ def test_sizes_around_limits(size: int) -> None:
     cells = [
         drawn(random, call, counts(call, size, dtype)[place], size, dtype=dtype)
         for call in CALLS
-        for place, dtype in zip(random.sample(range(7), 3), random.sample(DTYPES, 3), strict=True)
+        for place, dtype in zip(random.sample(range(8), 3), random.sample(DTYPES, 3), strict=True)
     ]
     in_threads(size, walk, "built-in choice", cells)
 
@@ -154,7 +177,8 @@ def between(comm: Communicator, way: str) -> Iterator[Communicator]:
 def _of_processes(way: str, size: int, larges: int) -> Iterator[Cell]:
     random = Random(f"{way} {size}")
     for call in calls_of(way) if way in ALGORITHMS else CALLS:
-        for place in [*(() if way in ALGORITHMS else (-2, -1)), 0, *random.sample(range(1, 7), larges)]:
+        larger = random.sample(range(1, 8), larges if call != "all_reduce" or way in ALGORITHMS else 7)
+        for place in [*(() if way in ALGORITHMS else (-2, -1)), 0, *larger]:
             dtype = random.choice(DTYPES)
             count = counts(call, size, dtype)[place] if place >= 0 else place + 2
             yield drawn(random, call, count, size, dtype=dtype)
@@ -164,10 +188,12 @@ def _in_processes(comm: Communicator, ways: Sequence[str], larges: int) -> None:
     for way in ways:
         with between(comm, way) as group:
             walk(group, way, _of_processes(way, comm.size, larges))
+            if way in ("core", "slots without core") and comm.size < 4:
+                walk(group, way, _of_dtypes(way, COLLECTIVES, comm.size))
     random = Random(comm.size)
     for call in CALLS:
         with comm.split(0) as group:
-            count = random.choice([5, counts(call, comm.size, torch.float32)[5]])
+            count = random.choice([5, counts(call, comm.size, torch.float32)[6]])
             check(group, drawn(random, call, count, comm.size, dtype=torch.float32), "core, first call")
 
 
@@ -203,3 +229,35 @@ def test_any_cell(random: Random, size: int, algorithm: str, segments: int) -> N
         for _ in range(8)
     ]
     in_threads(threads(size, algorithm, host_of and host_of(size), segments), walk, f"{algorithm}:{segments}", cells)
+
+
+# Beyond 32 bits
+
+_MANY = (1 << 31) + 8
+"""Elements of a tensor whose bytes and indices exceed 32 bits."""
+
+
+def _large(comm: Communicator) -> None:
+    tensor = torch.full((_MANY,), comm.rank + 1, dtype=torch.uint8)
+    tensor[-1] = 7
+    comm.all_reduce(tensor)
+    assert tensor[[0, _MANY // 2, -2, -1]].tolist() == [3, 3, 3, 14]
+    assert int(tensor[::1021].max()) == int(tensor[::1021].min()) == 3
+    rows = tensor.view(2, -1)
+    rows[0], rows[1] = 10 * comm.rank, 10 * comm.rank + 1
+    rows[:, -1] += 5
+    taken = torch.empty_like(rows)
+    comm.all_to_all(rows, out=taken)
+    for source in range(2):
+        value = 10 * source + comm.rank
+        assert int(taken[source, :-1:1021].max()) == int(taken[source, :-1:1021].min()) == value
+        assert int(taken[source, -1]) == value + 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+def test_tensors_above_2_gib(transport: str) -> None:
+    if psutil.virtual_memory().available < 12 << 30:
+        pytest.skip("less than 12 GiB of memory are free")
+    spawn(_large, 2, transport=transport, timeout=300)

@@ -38,7 +38,8 @@ from gangline.collectives.liveness.process_state import state_of, this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import required_key
-from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.collectives.transports.base import BootstrapAllGather, MessageTag
+from gangline.collectives.transports.zmq.context import SharedContext
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from tests.collectives.processes import Processes, Rank, in_processes
@@ -325,10 +326,35 @@ def full_descriptor_table() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def _share_a_context(rank: Rank) -> None:
+    before, shared = _holdings(), SharedContext()
+    first, second = (
+        ZmqTransport(rank.rank, rank.size, rank.exchange, PATIENT, address="ipc", context=shared) for _ in range(2)
+    )
+    threads = _holdings()[1] - before[1]
+    rank.exchange(b"")
+    first.close()
+    second.send(1 - rank.rank, torch.ones(3, dtype=torch.uint8), MessageTag(1, SUM))
+    received = second.receive(1 - rank.rank).piece(0).tolist()
+    rank.exchange(b"")
+    second.close()
+    rank.tell([threads, received, _holdings() == before])
+    rank.hear()
+
+
+def test_transports_of_a_group_share_threads() -> None:
+    assert in_processes(_share_a_context, 2) == [[2, [1, 1, 1], True]] * 2
+
+
 def _open_with_few_descriptors(rank: Rank, address: str) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few, hard = len(os.listdir("/proc/self/fd")) + 20, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if rank.rank == 1:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    open_membership(rank, address).close()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > few  # the soft limit was raised
+    rank.exchange(b"")
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="file descriptors left") as raised:
         open_membership(rank, address)
@@ -344,7 +370,7 @@ def test_too_few_descriptors_are_an_error_of_all_ranks_that_names_the_limit(addr
     assert (number, more) == (errno.EMFILE, 0)
     assert re.fullmatch(
         r"rank 1 has \d+ of \d+ file descriptors left, and its sockets to 2 ranks need 26; raise the limit with "
-        r"`ulimit -n` before the job starts",
+        r"`ulimit -n` before the job starts \(the hard limit is \d+\)",
         text,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import math
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gangline.bench.unequal.slow_process import QuotaProcess, can_set_quota
 from gangline.collectives.bootstrap import groups, rendezvous
 from gangline.collectives.communicator import Communicator, open_communicator
 from gangline.collectives.errors import GanglineError, ProtocolError, StallError
@@ -30,24 +32,22 @@ from gangline.collectives.liveness import watchdog
 from gangline.collectives.processes.spawning import Ranks, spawn
 from gangline.collectives.transports.base import PIECE, BootstrapAllGather, MessageTag
 from gangline.collectives.transports.shm import cma, futex_wakeup, segments, transport
+from gangline.collectives.transports.shm.cpu_quota import are_enough, cpu_quotas
 from gangline.collectives.transports.shm.host_group import open_host_group
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
 from gangline.collectives.tuner import SHARED_LIMIT, Choice, Rule, Table, TableKey
 from gangline.collectives.work import Work
+from tests.collectives.grid import Cell, check, combined, values
+from tests.collectives.processes import Rank, in_processes
 from tests.collectives.ranks import (
     LARGE,
     PATIENT,
     SLOT_BYTES,
-    cases,
-    check,
-    combined,
     exchange_over,
-    expected,
     open_again,
     open_files,
     same,
-    values,
     with_exchange,
 )
 
@@ -113,7 +113,7 @@ def _reduced(comm: Communicator, tensor: Tensor, counts: Counts) -> tuple[int, i
     counts.take()
     comm.all_reduce(tensor)
     taken = counts.take()
-    same(tensor, expected("all_reduce", tensor.numel(), comm.rank, comm.size, tensor.dtype, "sum", 0), "all_reduce")
+    same(tensor, combined([_filled(tensor.clone(), rank) for rank in range(comm.size)], "sum"), "all_reduce")
     return taken
 
 
@@ -220,22 +220,6 @@ def test_messages_wait_for_space_and_none_is_lost(size: int) -> None:
     assert spawn(_more_than_fits, size, transport="shared_memory", timeout=60) == [pieces_of_one * (size - 1)] * size
 
 
-def _collectives_staged(comm: Communicator) -> None:
-    count = 5 * PIECE // 4 + 7  # of float32: more pieces per message than there are buffers
-    with unreadable(comm) as other:
-        for collective in ("all_to_all", "all_gather", "reduce_scatter", "broadcast", "gather"):
-            check(other, collective, count, torch.float32, "sum", comm.size - 1)
-        check(other, "all_reduce", count * comm.size, torch.float32, "sum", 0)
-        for number, (collective, dtype, op) in enumerate(cases()):
-            if number % 29 == 0:
-                check(other, collective, LARGE, dtype, op, number % comm.size)
-
-
-@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_collectives_work_with_every_byte_staged(size: int) -> None:
-    spawn(_collectives_staged, size, transport="shared_memory", timeout=60)
-
-
 def _open_elsewhere(rank: int, size: int, exchange: BootstrapAllGather, **options: Any) -> Communicator:
     """Open a communicator as if odd ranks were on another host and no rank could read another's memory."""
     rendezvous.host_identity = lambda: f"host {rank % 2}"
@@ -244,12 +228,6 @@ def _open_elsewhere(rank: int, size: int, exchange: BootstrapAllGather, **option
 
 
 def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
-    count = 5 * PIECE // 4 + 7
-    for collective in ("all_to_all", "broadcast"):
-        check(comm, collective, count, torch.float32, "sum", comm.size - 1)
-    for number, (collective, dtype, op) in enumerate(cases()):
-        if number % 13 == 0:
-            check(comm, collective, (3, LARGE)[number % 2], dtype, op, number % comm.size)
     registered = comm.empty(COUNT, torch.int32)
     registered.copy_(values(COUNT, comm.rank, torch.int32))
     comm.all_reduce(registered)
@@ -267,7 +245,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
             work.wait()
     group = comm.split(comm.rank % 2)
     assert group.transport == "shared_memory"
-    check(group, "all_gather", LARGE, torch.float32, "sum", 0)
+    check(group, Cell("all_gather", LARGE))
     group.close()
     return comm.hosts
 
@@ -452,7 +430,7 @@ def _register_at_each_step(comm: Communicator) -> None:
     assert len(open_files()) <= before
     many[150].copy_(values(100, comm.rank, torch.int16))
     comm.all_reduce(many[150])
-    same(many[150], expected("all_reduce", 100, comm.rank, comm.size, torch.int16, "sum", 0), "the 150th")
+    same(many[150], combined([values(100, rank, torch.int16) for rank in range(comm.size)], "sum"), "the 150th")
     first = comm.empty(COUNT)
     kept = first.fill_(7 + comm.rank).view(-1)[-3:]
     del first
@@ -573,6 +551,41 @@ def _yields_of_both_kinds(comm: Communicator) -> list[int]:
 def test_ranks_that_outnumber_the_cores_and_background_threads_soon_sleep() -> None:
     first, _ = spawn(_yields_of_both_kinds, 2, transport="ipc")
     assert all(0 < yields <= 20 for yields in first)
+
+
+def _with_quota(rank: Rank, factor: float) -> None:
+    quota = QuotaProcess(os.getpid())
+    try:
+        quota.slow_down(factor)
+        group = open_host_group(rank.rank, range(rank.size), 4096, rank.exchange)
+        rank.tell([min(cpu_quotas().values(), default=math.inf), group.has_cores])
+    finally:
+        quota.close()
+    rank.hear()
+
+
+@pytest.mark.skipif(not can_set_quota(), reason="only root may set CPU quotas")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize(("factor", "cores"), [(2, 0.5), (1, math.inf)])
+def test_ranks_whose_quota_is_less_than_a_core_do_not_spin(factor: float, cores: float) -> None:
+    assert in_processes(_with_quota, 2, factor) == [[cores, cores > 1]] * 2
+
+
+def test_quotas_of_both_versions_of_cgroups_and_of_their_parents_count(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    for files, lines, quotas in (
+        ({"cpu.max": "max 100000", "a/cpu.max": "150000 100000", "a/b/cpu.max": "50000 10000"}, "0::/a/b", [5.0, 1.5]),
+        ({"cpu/a/cpu.cfs_quota_us": "20000", "cpu/a/cpu.cfs_period_us": "10000"}, "4:cpu,cpuacct:/a", [2.0]),
+        ({"cpu/c/cpu.cfs_quota_us": "-1", "cpu/c/cpu.cfs_period_us": "10000"}, "5:memory:/a\n4:cpu:/c", []),
+        ({}, "", []),
+    ):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        own.write_text(lines)
+        assert list(cpu_quotas(tmp_path, own).values()) == quotas
+    assert are_enough([{"a": 2.0}, {"a": 2.0}, {"b": 1.0}, {}])
+    assert not are_enough([{"a": 1.5}, {"a": 1.5}])
 
 
 def _wait_with_slow_yields(comm: Communicator, noticed: Path) -> int:

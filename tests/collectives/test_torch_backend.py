@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import partial, reduce
 from itertools import product
 from operator import and_, or_, xor
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,12 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor.debug import CommDebugMode
 
+from gangline import Communicator
+from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.errors import MismatchError
 from gangline.collectives.torch_backend import GanglineProcessGroup
-from tests.collectives import ranks
+from tests.collectives.grid import COLLECTIVES, IN_PLACE, MEMORIES, Cell, drawn, is_valid, ops_of, outs_of, roots_of
+from tests.collectives.grid import check as grid_check
 from tests.collectives.processes import Processes, Rank, join_group, run_until_one_fails
 
 LARGE = 300_007  # elements: too many for slots
@@ -164,36 +168,6 @@ def outputs_may_share_memory(rank: int, size: int) -> None:
 
 
 @case
-def inputs_may_share_memory_with_outputs(rank: int, size: int) -> None:
-    for count in (4, LARGE):
-        rows = [given(size * count, other).view(size, count) for other in range(size)]
-        turned = torch.stack([of_rank[rank] for of_rank in rows])
-        tensor = rows[rank].clone()
-        dist.all_to_all_single(tensor, tensor)
-        same(tensor, turned)
-        tensor = rows[rank].clone()
-        dist.all_to_all_single(tensor, tensor, [1] * size, [1] * size)
-        same(tensor, turned)
-        tensor = rows[rank].clone()
-        dist.all_to_all([*tensor], [*tensor])
-        same(tensor, turned)
-        for place in range(size):
-            tensor = rows[rank].clone()
-            reduce_scatter_single(tensor[place], tensor)
-            same(tensor[place], summed(size * count, size).view(size, count)[rank])
-            tensor = torch.zeros(size, count)
-            tensor[place] = given(count, rank)
-            all_gather_single(tensor, tensor[place])
-            same(tensor, torch.stack([given(count, other) for other in range(size)]))
-            tensor = rows[rank].clone()
-            dist.scatter(tensor[place], [*tensor] if rank == 0 else None, src=0)
-            same(tensor[place], rows[0][rank])
-            tensor = rows[rank].clone()
-            dist.gather(tensor[place], [*tensor] if rank == 0 else None, 0)
-            same(tensor, torch.stack([of_rank[place] for of_rank in rows]) if rank == 0 else rows[rank])
-
-
-@case
 def what_cannot_be_reduced_says_so(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"ReduceOp\.PREMUL_SUM is not supported.*SUM, AVG"):
         dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0))
@@ -217,9 +191,12 @@ def reduce_scatter_single(out: Tensor, tensor: Tensor, **options: Any) -> Any:
     return getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(out, tensor, **options)
 
 
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
 LIMIT = timedelta(seconds=30)
 OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.AVG, "product": ReduceOp.PRODUCT, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
-IN_PLACE = ("all_reduce", "reduce", "broadcast")
 CALLS: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "all_reduce": (
         lambda x: dist.all_reduce(x.tensor, x.op),
@@ -238,7 +215,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], ...]] = {
         lambda x: dist.all_gather([*x.out], x.tensor),
         lambda x: group().allgather([*x.out], x.tensor, timeout=LIMIT),
         lambda x: all_gather_single(x.out, x.tensor),
-        lambda x: all_gather_single(x.out.view(-1), x.tensor, async_op=True),
+        lambda x: all_gather_single(flat(x.out), x.tensor, async_op=True),
         lambda x: group()._allgather_base(x.out, x.tensor),
         lambda x: group().all_gather_single(x.out, x.tensor),
         lambda x: group().allgather_into_tensor_coalesced([x.out], [x.tensor]),
@@ -258,7 +235,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], ...]] = {
         lambda x: dist.reduce_scatter(x.out, [*x.tensor], x.op),
         lambda x: group().reduce_scatter(x.out, [*x.tensor], x.op, LIMIT),
         lambda x: reduce_scatter_single(x.out, x.tensor, op=x.op),
-        lambda x: reduce_scatter_single(x.out, x.tensor.view(-1), op=x.op, async_op=True),
+        lambda x: reduce_scatter_single(x.out, flat(x.tensor), op=x.op, async_op=True),
         lambda x: group()._reduce_scatter_base(x.out, x.tensor, x.options),
         lambda x: group().reduce_scatter_single(x.out, x.tensor, x.options),
         lambda x: group().reduce_scatter_tensor_coalesced([x.out], [x.tensor], x.options),
@@ -277,47 +254,59 @@ CALLS: dict[str, tuple[Callable[[Any], Any], ...]] = {
 """Ways to call each collective; they write into the tensor or `out`, and may return a work or the result."""
 
 
-def check(
-    collective: str, way: int, count: int, dtype: torch.dtype, op: str = "sum", root: int = 0, lay: Any = torch.clone
-) -> None:
-    """Make a call; compare its result with `ranks.expected`, and its input, if that is not the result, with itself."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = ranks.given(collective, count, rank, size, dtype)
-    want = ranks.expected(collective, count, rank, size, dtype, op, root)
-    x = SimpleNamespace(tensor=lay(own), root=root, is_root=rank == root, op=OPS[op], options=ReduceScatterOptions())
-    x.out, x.op_name, x.options.reduceOp = lay(torch.zeros_like(own if want is None else want)), op, OPS[op]
-    if op == "mean":
-        x.op_name = "avg"
-    versions = x.tensor._version, x.out._version
-    result = CALLS[collective][way](x)
-    if result is not None and not isinstance(result, Tensor):
-        assert result.wait()
-        assert result.is_completed()
-        assert result.is_success()
-    if not isinstance(result, Tensor):
-        result = x.tensor if collective in IN_PLACE else x.out
-    name = f"{collective}, way {way}, {count} x {dtype}, {op}, root {root}, {lay.__name__}"
-    assert (x.tensor._version, x.out._version) == versions, f"{name}: autograd's versions"
-    if want is not None:
-        ranks.same(result.clone().view(want.shape), want, name)
-    if want is None or result is not x.tensor:
-        ranks.same(x.tensor, own, f"{name}: its input")
+def by(way: int) -> Callable[..., Any]:
+    """Return a function that makes the call of a cell in one of the ways, and checks autograd's versions."""
+
+    def make(comm: Communicator, cell: Cell, tensor: Tensor, out: Tensor | None) -> Tensor | None:
+        is_root, op = comm.rank == cell.root or cell.call not in ("reduce", "gather"), OPS[cell.op]
+        place = tensor if out is None else out
+        x = SimpleNamespace(tensor=tensor, out=place, root=cell.root, is_root=comm.rank == cell.root, op=op)
+        x.op_name, x.options = "avg" if cell.op == "mean" else cell.op, ReduceScatterOptions()
+        x.options.reduceOp = op
+        versions = tensor._version, place._version
+        result = CALLS[cell.call][way](x)
+        if result is not None and not isinstance(result, Tensor):
+            assert result.wait()
+            assert result.is_completed()
+            assert result.is_success()
+        assert (tensor._version, place._version) == versions, f"{cell}: autograd's versions"
+        if isinstance(result, Tensor):
+            place.data.copy_(result.detach().view(place.shape))
+        return place if is_root else None
+
+    return make
+
+
+def check_ways(random: Random, collective: str, count: int, **fixed: Any) -> None:
+    for way in range(len(CALLS[collective])):
+        cell = drawn(random, collective, count, dist.get_world_size(), kind="exact", async_op=False, **fixed)
+        grid_check(group().communicator, cell, f"way {way}", make=by(way))
 
 
 @case
-def every_way_to_call_with_every_size_layout_and_root(rank: int, size: int) -> None:
-    for collective, ways in CALLS.items():
-        roots = range(size) if collective in ranks.ROOTED else (0,)
-        for way, count, lay, root in product(range(len(ways)), SIZES, (torch.clone, scattered), roots):
-            if count < LARGE or (root == 0 and way % 2 == (lay is scattered)):
-                check(collective, way, count, torch.float32, root=root, lay=lay)
+def every_way_to_call_with_every_memory_and_root(rank: int, size: int) -> None:
+    random = Random(size)
+    for collective in CALLS:
+        outs = (
+            ["none"]
+            if collective in IN_PLACE
+            else [out for out in outs_of(collective) if out not in ("none", "itself")]
+        )
+        for out, memory, root in product(outs, MEMORIES, roots_of(collective, size)):
+            if is_valid(Cell(collective, 6, out=out, memory=memory)):
+                check_ways(random, collective, 6, out=out, memory=memory, root=root, dtype=torch.float32)
+        for count in (0, 1_001, LARGE):
+            check_ways(random, collective, count, out=random.choice(outs), memory="plain", dtype=torch.float32)
 
 
 @case
 def every_way_to_call_with_every_dtype_and_operation(rank: int, size: int) -> None:
-    for collective, dtype, op in ranks.cases():
-        for way in range(len(CALLS[collective])):
-            check(collective, way, 9, dtype, op, size - 1)
+    random = Random(size)
+    for collective, dtype in product(COLLECTIVES, DTYPES):
+        for op in ops_of(collective, dtype):
+            if op != "product" or not dtype.is_complex:  # which torch.distributed refuses
+                out = "none" if collective in IN_PLACE else "out"
+                check_ways(random, collective, 9, out=out, memory="plain", dtype=dtype, op=op)
 
 
 @case
@@ -423,27 +412,6 @@ def exchange_unequal(following: int, before: int) -> None:
     finally:
         dist.recv(torch.zeros(2), before, tag=3)
         sent.wait()
-
-
-@case
-def lazily_negated_tensors(rank: int, size: int) -> None:
-    """Imaginary parts of conjugates: torch negates what it reads of their memory, gloo does not."""
-    for count in (1, 7, LARGE):
-        own = torch.full((count,), -1.0 - rank)
-        ranks = torch.arange(size) + 1.0
-        for op, want in {ReduceOp.SUM: -ranks.sum(), ReduceOp.MAX: torch.tensor(-1.0)}.items():
-            tensor = torch._neg_view(-own) if rank else own.clone()
-            dist.all_reduce(own.clone(), op)  # prepares one for this size
-            dist.all_reduce(tensor, op)
-            same(tensor.resolve_neg(), want.expand(count))
-        tensor, rows = torch._neg_view(-own), [torch.zeros(count) for _ in range(size)]
-        dist.all_gather(rows, tensor)
-        same(torch.stack(rows), -ranks[:, None].expand(size, count))
-        if rank < 2:
-            (dist.recv if rank == 0 else dist.send)(tensor, 1 - rank)
-            same(tensor.resolve_neg(), torch.full((count,), -2.0))
-        dist.broadcast(tensor, size - 1)
-        same(tensor.resolve_neg(), torch.full((count,), -float(size)))
 
 
 @case

@@ -27,8 +27,9 @@ from gangline.collectives.transports.base import PIECE, MessageTag
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 from gangline.collectives.transports.zmq.transport import INLINE, ZmqTransport
 from gangline.launcher.job import free_ports
+from tests.collectives.grid import values
 from tests.collectives.processes import Processes, Rank
-from tests.collectives.ranks import PATIENT, values, with_exchange
+from tests.collectives.ranks import PATIENT, with_exchange
 from tests.hosts import Hosts, enter, obstacle
 
 pytestmark = pytest.mark.timeout(60)

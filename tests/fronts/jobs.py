@@ -41,15 +41,13 @@ STORES: dict[str, list[str]] = {
 def run(store: str, cells: Sequence[Cell], folder: Path) -> list[list[Outcome]]:
     """Return what each worker of a job has for each cell."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GANGLINE_TIMEOUT", "10")
+        patch.setenv("GANGLINE_TIMEOUT", "30")
         if store in ("local", "device"):
             patch.chdir(folder)
             return [_all(cells, 0, 1, partial(_created, store))]
-        if store == "dist_async":
-            patch.setenv("OMP_NUM_THREADS", "1")
         workers = 1 if store == "dist_async" else 2
         ports = free_ports(len(cells)) if store == "the default" else []
-        return spawn(_in_job, workers, store, cells, str(folder), ports, threads=1, timeout=20)
+        return spawn(_in_job, workers, store, cells, str(folder), ports, threads=1, timeout=60)
 
 
 @contextmanager

@@ -371,7 +371,7 @@ def states_of_rank_0(kv: KVStore) -> list[str]:
 
 def test_rank_0_alone_learns_at_once_that_there_are_no_states_to_save(told: Told) -> None:
     (found,), nothing = told[states_of_rank_0]
-    assert found == "RuntimeError: optimizer_state needs an optimizer; call set_optimizer first"
+    assert found == "RuntimeError: save_optimizer_states needs an optimizer; call set_optimizer first"
     assert nothing == []
 
 

@@ -63,16 +63,15 @@ class FutexWakeup:
         self._rank = rank
         self._members = group.members
         self._wait_policy = wait_policy
-        has_cores = size <= len(group.cores)
-        self._spins = _SPINS if has_cores else 0
-        self._yields = _YIELDS if has_cores else _FEW_YIELDS
+        self._spins = _SPINS if group.has_cores else 0
+        self._yields = _YIELDS if group.has_cores else _FEW_YIELDS
         segments = group.take(self.nbytes(size))  # the futex word has a separate cache line
         self._futexes = [segment.words(0, 1) for segment in segments]
         self._addresses = [segment.address for segment in segments]
         self._own_asleep = segments[rank].words(_CACHE_LINE, size)
         self._asleep = [segment.words(_CACHE_LINE, size) for segment in segments]
         self._segments = segments
-        self.compiled_group = (_COMPILED_SPINS if has_cores else 0, _COMPILED_YIELDS, self._addresses[rank])
+        self.compiled_group = (_COMPILED_SPINS if group.has_cores else 0, _COMPILED_YIELDS, self._addresses[rank])
         """For `gangline._core`: spins before the first yield, yields, and the address of this rank's futex."""
         self.compiled_peers = [segment.address + _CACHE_LINE + 8 * rank for segment in segments]
         """For each rank, the address of the flag that says whether it sleeps until this rank wakes it."""

@@ -13,6 +13,7 @@ import torch
 from gangline.collectives.compiled_core import has_collectives
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.shm import cma
+from gangline.collectives.transports.shm.cpu_quota import are_enough, cpu_quotas
 from gangline.collectives.transports.shm.segments import Offer, Segment, open_offered, processor_problem
 
 _PAGE = 4096  # bytes
@@ -32,8 +33,8 @@ class HostGroup:
     """Process id of each rank."""
     readable: Sequence[set[int]]
     """For each rank, the ranks whose process memory it can read (`cma.read`)."""
-    cores: set[int]
-    """CPU cores that at least one of the ranks may run on."""
+    has_cores: bool
+    """Whether each rank may have a core to itself: by the cores that ranks may run on, and by their CPU quotas."""
     is_compiled: bool
     """True if all ranks have the collectives of `gangline._core`."""
     _taken: int = 0  # bytes
@@ -84,7 +85,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
         except OSError as error:
             problem = f"rank {rank} cannot offer memory: {error}"
         cores = sorted(os.sched_getaffinity(0))  # mpirun may bind each rank to a different core
-        gathered = exchange(msgpack.packb([handle, os.getpid(), probe.data_ptr(), content, cores]))
+        gathered = exchange(msgpack.packb([handle, os.getpid(), probe.data_ptr(), content, cores, cpu_quotas()]))
         offers = [msgpack.unpackb(gathered[member]) for member in members]
         segments: list[Segment] = []
         if offer is not None and all(handle for handle, *_ in offers):
@@ -107,10 +108,11 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
         segments,
         [process for _, process, *_ in offers],
         [set(outcomes[member][1]) for member in members],
-        {number for *_, cores in offers for number in cores},
+        len({number for *_, cores, _ in offers for number in cores}) >= len(members)
+        and are_enough([quotas for *_, quotas in offers]),
         all(is_compiled for *_, is_compiled in outcomes),
     )
 
 
-def _is_readable(_handle: bytes, process: int, address: int, content: bytes, _cores: Any) -> bool:
+def _is_readable(_handle: bytes, process: int, address: int, content: bytes, *_: Any) -> bool:
     return cma.may_read(process, address, content)

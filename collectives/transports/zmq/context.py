@@ -32,6 +32,25 @@ from gangline.collectives.limits import CONTEXT_END_SECONDS
 _log = logging.getLogger("gangline")
 
 
+class SharedContext:
+    """ZeroMQ context that several `PeerSockets` use at the same time; the last one to be closed terminates it."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._users = 0
+
+    def take(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """Return the context to a user, which calls `release` once."""
+        self._users += 1
+        return self._context
+
+    def release(self) -> None:
+        """Terminate the context if no other user is left; see `end`."""
+        self._users -= 1
+        if not self._users:
+            end(self._context)
+
+
 def end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Terminate a context whose sockets are closed; blocks while their unsent messages linger.
 

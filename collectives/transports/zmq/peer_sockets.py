@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import secrets
@@ -10,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import msgpack
 import zmq
@@ -19,7 +21,7 @@ from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.limits import CONNECT_POLL_SECONDS, CONNECT_SECONDS
 from gangline.collectives.transports.addresses import required_key
 from gangline.collectives.transports.base import BootstrapAllGather
-from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.transports.zmq.context import SharedContext
 from gangline.collectives.transports.zmq.curve import (
     HANDSHAKE_EVENTS,
     Handshakes,
@@ -28,12 +30,14 @@ from gangline.collectives.transports.zmq.curve import (
     secure_connecting,
 )
 
+_log = logging.getLogger("gangline")
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS
 _HALF = 16  # bytes of the token that each side sends as its hello
 _DESCRIPTORS = 16  # of a context
 _DESCRIPTORS_PER_PEER = 5  # two sockets, the monitor's other end, a connection, and a listener on one of the two sides
 _NO_THREAD = ("can't start new thread", "zmq gc socket requested during shutdown")
 """Errors of pyzmq's thread that frees messages: at a limit of threads, and at interpreter exit, it can only copy."""
+_GROUPS_TO_COME = 16  # meshes of sockets for which the limit of open files is raised at a time
 _LONGEST_SOCKET_NAME = 107  # bytes (unix(7), sun_path)
 _NAME = b"gangline-"  # ZeroMQ reserves routing ids that begin with a zero byte
 
@@ -55,6 +59,7 @@ class PeerSockets:
         payload: bytes to exchange along with the endpoints; ``payloads`` holds those of all ranks.
         check: called while a rank waits for the connections of others, with their ranks and the payloads of all ranks;
             an error that it raises ends the wait.
+        context: ZeroMQ context of these and other sockets; None: a new one.
 
     Raises:
         RuntimeError: if other machines can reach ``address`` and there is no job key (`required_key`).
@@ -74,6 +79,7 @@ class PeerSockets:
         options: Mapping[int, int],
         payload: bytes = b"",
         check: Callable[[list[int], list[bytes]], None] | None = None,
+        context: SharedContext | None = None,
     ) -> None:
         kind, separator, host = address.partition("://")
         if address != "ipc" and (kind != "tcp" or not separator or not host):
@@ -95,8 +101,10 @@ class PeerSockets:
         except OSError as error:
             exchange(msgpack.packb({"errno": error.errno, "text": error.strerror}))  # the others raise it too
             raise
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._shared = context or SharedContext()
+        self._context = self._shared.take()
         self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
+        self._is_closed = False
         try:
             self._exchange_endpoints(exchange, payload, f"ipc://{directory}" if directory else address)
             self._wait_until_connected(check)
@@ -111,7 +119,9 @@ class PeerSockets:
         """Close all sockets; block for up to ``linger_ms`` until messages are sent. Idempotent."""
         for connection in self.sockets.values():
             connection.close(linger_ms)
-        end(self._context)
+        if not self._is_closed:
+            self._is_closed = True
+            self._shared.release()
 
     def _exchange_endpoints(self, exchange: BootstrapAllGather, payload: bytes, address: str) -> None:
         endpoints = {}
@@ -331,19 +341,30 @@ def _monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def _check_descriptors(rank: int, size: int) -> None:
-    """Check that this process can open its sockets: libzmq aborts the process if it cannot."""
+    """Check that this process can open its sockets: libzmq aborts the process if it cannot.
+
+    Raise the soft limit if it is too low, with room for further groups, as far as the hard limit allows.
+    """
     needed = _DESCRIPTORS + _DESCRIPTORS_PER_PEER * (size - 1)
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        free = limit - len(os.listdir("/proc/self/fd"))
+        used = len(os.listdir("/proc/self/fd"))
     except OSError:
-        free = 0
-    if limit != resource.RLIM_INFINITY and free < needed:
-        raise OSError(
-            errno.EMFILE,
-            f"rank {rank} has {max(free, 0)} of {limit} file descriptors left, and its sockets to {size - 1} ranks "
-            f"need {needed}; raise the limit with `ulimit -n` before the job starts",
-        )
+        used = soft
+    if soft == resource.RLIM_INFINITY or soft - used >= needed:
+        return
+    wanted = used + _GROUPS_TO_COME * needed
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if limit - used >= needed:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            _log.info("the limit of open files of rank %d is now %d instead of %d", rank, limit, soft)
+            return
+    raise OSError(
+        errno.EMFILE,
+        f"rank {rank} has {max(soft - used, 0)} of {soft} file descriptors left, and its sockets to {size - 1} ranks "
+        f"need {needed}; raise the limit with `ulimit -n` before the job starts (the hard limit is {hard})",
+    )
 
 
 def _private_directory(rank: int) -> str:

@@ -28,6 +28,7 @@ from gangline.collectives.transports.base import (
     WaitPolicy,
     wait_until,
 )
+from gangline.collectives.transports.zmq.context import SharedContext
 from gangline.collectives.transports.zmq.peer_sockets import PeerSockets
 
 INLINE = 1 << 16
@@ -56,11 +57,18 @@ class ZmqTransport(Transport):
     Args:
         exchange: all-gather between the ranks; used once.
         wait_policy: called while this rank waits.
-        address: "ipc" or "tcp://HOST", see `PeerSockets`.
+        address: "ipc" or "tcp://HOST", and ``context``: see `PeerSockets`.
     """
 
     def __init__(
-        self, rank: int, size: int, exchange: BootstrapAllGather, wait_policy: WaitPolicy, *, address: str
+        self,
+        rank: int,
+        size: int,
+        exchange: BootstrapAllGather,
+        wait_policy: WaitPolicy,
+        *,
+        address: str,
+        context: SharedContext | None = None,
     ) -> None:
         self.name = "ipc" if address == "ipc" else "tcp"
         self.rank = rank
@@ -74,7 +82,13 @@ class ZmqTransport(Transport):
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
         self._peers = PeerSockets(
-            rank, size, exchange, address=address, options=options, check=lambda missing, _: wait_policy.check(missing)
+            rank,
+            size,
+            exchange,
+            address=address,
+            options=options,
+            check=lambda missing, _: wait_policy.check(missing),
+            context=context,
         )
         for connection in self._peers.sockets.values():
             connection.socket.copy_threshold = 0  # a copied last frame would be done before the frames ahead of it

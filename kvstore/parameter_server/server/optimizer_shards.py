@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gangline.collectives.errors import ProtocolError
 from gangline.kvstore.compression.codec import typed
-from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
+from gangline.kvstore.group.serialization import bytes_of, dtype_named, name_of_dtype
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, norm, scale_
 from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
@@ -295,12 +295,12 @@ def split_state(
 def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the bytes of tensors, where neighbours share a tensor of at most `_JOINED_BYTES`: each becomes a frame."""
     groups: list[list[Tensor]] = []
-    filled = _JOINED_BYTES
+    filled = 0
     for tensor in tensors:
-        if filled + tensor.nbytes > _JOINED_BYTES:
+        if not groups or filled + tensor.nbytes > _JOINED_BYTES:
             groups.append([])
             filled = 0
-        groups[-1].append(tensor.contiguous().view(-1).view(torch.uint8))
+        groups[-1].append(bytes_of(tensor.contiguous()))
         filled += tensor.nbytes
     return [torch.cat(group) if len(group) > 1 else group[0] for group in groups]
 

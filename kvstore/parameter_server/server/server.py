@@ -206,9 +206,13 @@ class Server:
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             sequence = getattr(message, "sequence", 0)
             self._reject(identity, sequence, error)
-            if isinstance(message, protocol.Push) and worker is not None and sequence not in worker.in_use:
-                if message.region or self._scheduler.allows_restarts:
-                    self._sessions.release(worker, sequence)
+            if (
+                isinstance(message, protocol.Push)
+                and worker is not None
+                and sequence not in worker.in_use
+                and (message.region or self._scheduler.allows_restarts)
+            ):
+                self._sessions.release(worker, sequence)
 
     def _reject(self, identity: bytes, sequence: int, error: Exception) -> None:
         if not isinstance(error, MismatchError):

@@ -222,6 +222,7 @@ def the_lowest_remaining_rank_sets_the_learning_rate(kv: KVStore) -> None:
         kv.barrier()
         kv.push("remaining", ramp(SMALL, 1))
         pulled(kv, "remaining")
+        kv.barrier()  # rank 1 joins when the others' pushes have been applied at its rate
     else:
         kv.barrier()
     kv.join()

@@ -1,0 +1,88 @@
+"""Every call of every store, in cells of a table of axes, against a plain dictionary: see `store_grid`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+
+import pytest
+
+from gangline import Communicator, kvstore, spawn
+from tests.kvstore.parameter_server.processes import run_job
+from tests.kvstore.store_grid import Cell, Job
+from tests.kvstore.store_walk import groups, walk_group
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def walk(job: Job, folder: str, wanted: Sequence[Sequence[Cell]], comm: Communicator | None = None) -> str:
+    """Walk groups of cells, each on a store of its own where a process may have several; return what is wrong."""
+    if job.is_dist:
+        with kvstore.create(job.store) as kv:
+            return next(filter(None, (walk_group(kv, job, group, folder) for group in wanted)), "")
+    options = {} if comm is None else {"communicator": comm}
+    for group in wanted:
+        with kvstore.create(job.store, **options) as kv:
+            if problem := walk_group(kv, job, group, folder):
+                return problem
+    return ""
+
+
+def walk_in(comm: Communicator, job: Job, folder: str, wanted: Sequence[Sequence[Cell]]) -> str:
+    return walk(job, folder, wanted, comm)
+
+
+def check(job: Job, strength: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for wanted in groups(strength, job):
+            if job.is_alone:
+                problems = [walk(job, folder, wanted)]
+            elif job.is_dist:
+                problems = run_job(walk, job.workers, job.servers, job, folder, wanted)
+            else:
+                problems = spawn(walk_in, job.workers, job, folder, wanted, threads=1)
+            assert not any(problems), problems[0]
+
+
+@pytest.mark.parametrize(
+    ("store", "strength"),
+    [
+        ("local", 3),
+        ("device", 2),
+        pytest.param("device", 3, marks=pytest.mark.slow),
+        *(
+            pytest.param(store, 2, marks=pytest.mark.slow)
+            for store in ("local_allreduce_cpu", "local_allreduce_device")
+        ),
+    ],
+)
+def test_one_process(store: str, strength: int) -> None:
+    check(Job(store), strength)
+
+
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_collectives(workers: int) -> None:
+    check(Job("allreduce", workers), 2)
+
+
+@pytest.mark.parametrize(
+    ("store", "workers", "servers"),
+    [
+        ("dist_sync", 3, 2),
+        ("dist_device_async", 2, 1),
+        *(
+            pytest.param(*job, marks=pytest.mark.slow)
+            for job in (
+                ("dist", 1, 1),
+                ("dist_device_sync", 2, 1),
+                ("dist_sync_device", 2, 2),
+                ("dist_device", 1, 2),
+                ("dist_async", 3, 2),
+            )
+        ),
+    ],
+)
+def test_servers(store: str, workers: int, servers: int) -> None:
+    check(Job(store, workers, servers), 2)
