@@ -13,8 +13,12 @@ from torch import Tensor
 
 from gangline import kvstore
 from gangline.collectives.errors import MismatchError
-from gangline.kvstore import KVStore, RowSparse
+from gangline.kvstore import KVStore
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.server import optimizer_shards
+from gangline.kvstore.parameter_server.transport.unix_stream import UnixStream
 from tests.kvstore.parameter_server.cases import check
+from tests.kvstore.parameter_server.in_process import Job
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -164,29 +168,6 @@ class OwnOptimizer(torch.optim.SGD):
     """Class that servers do not run."""
 
 
-def rows_of_tables(kv: KVStore) -> None:
-    shapes = {"table": (50_021, 48), "short": (11, 3), "odd": (70_001, 10)}
-    for spec in (
-        ("sgd", {"learning_rate": 0.5, "momentum": 0.5, "wd": 0.25}),
-        ("adam", {"learning_rate": 0.01}),
-        ("adagrad", {"learning_rate": 0.1}),
-    ):
-        both = Both(kv, shapes, spec)
-        for step in range(3):
-            for key, shape in shapes.items():
-                pushed = [rows_at(shape, rank, step) for rank in range(kv.num_workers)]
-                kv.push(key, pushed[kv.rank])
-                both.local.push(key, pushed)
-        both.agree(*TOLERANCES.get(spec[0], ()))
-        both.states_agree()
-
-
-def rows_at(shape: tuple[int, ...], rank: int, step: int) -> RowSparse:
-    ids = torch.tensor([shape[0] - 1, 0, rank + 1, shape[0] // 2 + step, 0])
-    values = (torch.arange(5.0)[:, None] + torch.arange(shape[1]) % 7 - rank + step) / 4
-    return RowSparse(ids, values, shape)
-
-
 @pytest.mark.slow
 def test_elementwise_optimizers_on_keys_that_are_cut() -> None:
     check("dist_sync", 2, 2, [refused_arguments, elementwise_optimizers])
@@ -200,11 +181,6 @@ def test_states_are_saved_and_loaded() -> None:
 @pytest.mark.slow
 def test_states_are_saved_and_loaded_over_collectives() -> None:
     check("allreduce", 2, 0, [states_come_back])
-
-
-@pytest.mark.slow
-def test_row_sparse_updates() -> None:
-    check("dist_sync", 3, 2, [rows_of_tables])
 
 
 def adafactor(kv: KVStore) -> None:
@@ -239,3 +215,27 @@ def muon_refuses_vectors(kv: KVStore) -> str:
 def test_optimizers_of_whole_tensors() -> None:
     check("dist_sync", 2, 2, [adafactor])
     check("dist_sync", 2, 2, [muon, muon_refuses_vectors])
+
+
+def test_a_state_beyond_the_limit_of_a_message_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_SHARD", 18 << 20)
+    monkeypatch.setattr(UnixStream.__init__, "__defaults__", (None, 18 << 20))
+    monkeypatch.setattr(optimizer_shards, "_PART_BYTES", 1 << 20)
+    with Job(1) as job, job.stores(timeout=20)[0] as kv:
+        both = Both(kv, {"large": (5 << 20,), **SHAPES}, ("adam", {"learning_rate": 0.01}))
+        both.step()
+        both.states_agree()
+        kv.push("small", first(SHAPES["small"]))
+        kv.load_optimizer_state(both.local.optimizer_state())
+        both.states_agree()
+        with pytest.raises(ValueError, match="init has 20971520 bytes for one message; expected at most 18874368"):
+            kv.set_optimizer(("adafactor", {"learning_rate": 0.01}))  # keeps keys whole
+
+
+def test_a_state_of_a_shard_beyond_the_limit_of_a_message_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_shards, "MAX_SHARD", 1 << 20)
+    with Job(1) as job, job.stores()[0] as kv:
+        Both(kv, {"matrix": (601, 700)}, ("muon", {"learning_rate": 0.01})).step()
+        text = "the optimizer state of key 'matrix' has 1682800 bytes in one shard; a message holds 1048576"
+        with pytest.raises(ValueError, match=text):
+            kv.optimizer_state()

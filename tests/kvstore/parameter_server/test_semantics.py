@@ -155,6 +155,32 @@ def weights_make_a_round_a_mean(kv: KVStore) -> None:
         assert out.unique().tolist() == [3.0]  # no worker has a value: it stays
 
 
+def sums_are_made_in_rank_order_and_rounded_once(kv: KVStore) -> None:
+    for dtype, numel in ((torch.float32, CUT), (torch.float16, SMALL), (torch.bfloat16, SMALL)):
+        seeds = [torch.Generator().manual_seed(9 + rank) for rank in range(kv.num_workers)]
+        values = [torch.rand(numel, generator=seed).to(dtype) for seed in seeds]
+        kv.init(f"order {dtype}", torch.zeros(numel, dtype=dtype))
+        out = torch.empty(numel, dtype=dtype)
+        kv.pushpull(f"order {dtype}", values[kv.rank], out=out)
+        expected = values[0].float().clone()
+        for value in values[1:]:
+            expected += value.float()
+        same(out, expected.to(dtype))
+
+
+def shared_memory_is_used_again(kv: KVStore) -> None:
+    """Shared memory of a push is freed when the servers have summed it."""
+    assert isinstance(kv, DistStore)
+    kv.init("again", torch.zeros(CUT))
+    for number in range(3):
+        kv.push("again", ramp(CUT, kv.rank, number))
+    out = torch.empty(CUT)
+    kv.pull("again", out)
+    pool = kv._pool
+    if pool is not None:
+        kv._servers.wait(lambda: pool.in_use == 0)
+
+
 # Optimizers
 
 
@@ -269,6 +295,7 @@ ALL = [
     differences_are_the_same_error_on_all,
     assigned_values_follow_the_open_round,
     weights_make_a_round_a_mean,
+    sums_are_made_in_rank_order_and_rounded_once,
     specs_that_differ_are_the_same_error_on_all,
     the_learning_rate_of_rank_0_is_sent_with_pushes,
 ]
@@ -278,6 +305,7 @@ SYNC = [
     dtypes_that_servers_do_not_hold_are_refused,
     keys_mean_the_same_in_any_order,
     a_worker_ahead_waits_for_its_round,
+    shared_memory_is_used_again,
     later_pushes_of_a_key_may_be_more_urgent,
     rounds_go_on_without_joined_workers,
     ALL[-1],  # its optimizer stays
@@ -297,22 +325,6 @@ def test_over_collectives() -> None:
 # Async
 
 
-def async_pushes_add(kv: KVStore) -> None:
-    n = kv.num_workers
-    for numel in (SMALL, CUT):
-        key = f"added {numel}"
-        kv.init(key, torch.zeros(numel, dtype=torch.float64))
-        out = torch.empty(numel, dtype=torch.float64)
-        for step in range(3):  # a base-4 digit for each push
-            kv.push(key, torch.full((numel,), 4.0 ** (3 * kv.rank + step), dtype=torch.float64))
-            kv.pull(key, out)
-            mine = int(out[0]) >> (6 * kv.rank) & 63  # this worker's digits: its own pushes are in what it pulls
-            assert mine == (1, 5, 21)[step]
-        kv.barrier()
-        kv.pull(key, out)
-        assert out.unique().tolist() == [(4.0 ** (3 * n) - 1) / 3]
-
-
 def an_async_pull_includes_all_earlier_pushes_of_any_priority(kv: KVStore) -> None:
     kv.init("any", torch.zeros(1_000_000, dtype=torch.float64))
     out = torch.empty(1_000_000, dtype=torch.float64)
@@ -330,7 +342,6 @@ def an_async_pull_includes_all_earlier_pushes_of_any_priority(kv: KVStore) -> No
 @pytest.mark.parametrize("name", ["dist_async", pytest.param("dist_device_async", marks=pytest.mark.slow)])
 def test_async(name: str) -> None:
     cases = [
-        async_pushes_add,
         an_async_pull_includes_all_earlier_pushes_of_any_priority,
         an_async_store_sends_the_learning_rate_at_once,
         the_lowest_remaining_rank_sets_the_learning_rate,
