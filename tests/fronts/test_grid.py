@@ -21,6 +21,7 @@ TAKEN = "already; give (this Trainer|the .* others, or) a store of its own"
 DIVIDED = "unsupported operation: more than one element of the written-to tensor"  # torch's text
 REFUSED = [
     # stores, fronts and situations (empty: all), and the text of the error
+    ("dist_async", ALL, "clipped by an option", "clip_global_norm needs the sums of all workers, .*; expected a sync"),
     ("dist_sync", SHARDED, ALL, "shard is for 'allreduce'"),
     (ALL, "Trainer.*|gluon", "unfrozen later", "requires_grad=True, but had False .*; make a new Trainer after"),
     (SEVERAL, TORCHS, "unfrozen later", "requires_grad=True, but had False .*; make a new DistributedOptimizer"),
