@@ -329,7 +329,8 @@ class Communicator:
             check_written(out, "outs")
         self._engine.settle()
         code = encode_signature("all_to_all_uneven", 0, tensors[0].dtype, None, None)
-        self._host.all_to_all_uneven(code, tensors, outs)
+        with self._engine.lock.over_several():
+            self._host.all_to_all_uneven(code, tensors, outs)
 
     def gather(
         self, tensor: Tensor, root: int = 0, out: Tensor | None = None, *, async_op: bool = False
@@ -387,9 +388,12 @@ class Communicator:
         return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
-        """Send a tensor to a rank that calls `recv` with the same tag; return when the tensor may be written again."""
+        """Send a tensor to a rank that calls `recv` with the same tag; return when the tensor may be written again.
+
+        A message to this rank itself is copied, so that `send` returns before `recv` is called.
+        """
         check_tensor(tensor)
-        check_peer("to", to, self.rank, self.size, tag)
+        check_peer("to", to, self.size, tag)
         work = self._messages.send(flat_values(tensor), to, tag)
         return self._messages.finish(work, async_op=async_op)
 
@@ -398,7 +402,7 @@ class Communicator:
 
         Args:
             tensor: tensor that is overwritten.
-            source: rank that sends it; None: any rank, then reported in ``work.source``.
+            source: rank that sends it; None: any other rank, then reported in ``work.source``.
             tag: tag of the message, from 0 to 2**31 - 1.
             async_op: return a `Work`.
 
@@ -412,7 +416,7 @@ class Communicator:
         check_written(tensor)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sources = [source] if source is not None else others or [self.rank]
-        check_peer("source", sources[0], self.rank, self.size, tag)
+        check_peer("source", sources[0], self.size, tag)
         work = self._messages.receive(tensor, sources, tag)
         pending = self._messages.finish(work, async_op=async_op)
         return tensor if pending is None else pending
@@ -431,7 +435,8 @@ class Communicator:
             TypeError: if the color or the key is neither an int nor None.
         """
         self._engine.settle()
-        resources = groups.split_group(self._resources, self._host, self._engine.next_number, color, key)
+        with self._engine.lock.over_several():
+            resources = groups.split_group(self._resources, self._host, self._engine.next_number, color, key)
         return None if resources is None else Communicator(resources)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -447,7 +452,8 @@ class Communicator:
         reduction.check_dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._engine.settle()
-        return self._host.empty(shape, dtype)
+        with self._engine.lock.over_several():
+            return self._host.empty(shape, dtype)
 
     def _run_compiled(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: str | int | None = None
@@ -459,6 +465,7 @@ class Communicator:
             raise self._engine.failed(error) from None
         if found != HELD:
             return found == DONE
+        self._engine.check_outermost()
         if self._engine.queue.unfinished or self._gpus.nccl is not None:
             return False
         return self._engine.run_compiled(collective, tensor, out, option)
@@ -468,6 +475,8 @@ class Communicator:
 
         In a forked process it does nothing: the resources are the parent's.
         """
+        if not self._engine.is_inherited:
+            self._engine.check_outermost()
         self._finalizer.detach()
         if self._engine.is_inherited:
             return
@@ -557,27 +566,32 @@ class _Dispatcher:
         if async_op:
             return self._submit(name, code, arguments, tensors, result)
         self._engine.settle()
-        nccl = self._gpus.choose(code, tensors[0])
+        with self._engine.lock.over_several():
+            self._run(name, code, arguments, tensors[0])
+        return result
+
+    def _run(self, name: str, code: int, arguments: tuple[object, ...], tensor: Tensor) -> None:
+        nccl = self._gpus.choose(code, tensor)
         if nccl is None:
             getattr(self._host, name)(code, *arguments)
         else:
             self._gpus.run(nccl, name, code, [arguments])
-        return result
 
     def call_each(self, name: str, codes: Sequence[int], calls: Sequence[tuple[Any, ...]]) -> None:
         """Run a collective for several tensors, the first of the arguments; see `call`."""
         tensors = [arguments[0] for arguments in calls]
-        if len(calls) < 2 or not all(map(is_known, tensors)):
-            for code, arguments in zip(codes, calls, strict=True):
-                self.call(name, code, arguments, None, async_op=False)
-            return
         self._engine.settle()
-        nccl = self._gpus.choose(codes[0], *tensors)
-        if nccl is None:
-            for code, arguments in zip(codes, calls, strict=True):
-                getattr(self._host, name)(code, *arguments)
-        else:
-            self._gpus.run(nccl, name, codes[0], calls)
+        with self._engine.lock.over_several():
+            if len(calls) < 2 or not all(map(is_known, tensors)):
+                for code, arguments in zip(codes, calls, strict=True):
+                    self._run(name, code, arguments, arguments[0])
+                return
+            nccl = self._gpus.choose(codes[0], *tensors)
+            if nccl is None:
+                for code, arguments in zip(codes, calls, strict=True):
+                    getattr(self._host, name)(code, *arguments)
+            else:
+                self._gpus.run(nccl, name, codes[0], calls)
 
     def _submit(
         self, name: str, code: int, arguments: tuple[object, ...], tensors: list[Tensor], result: object

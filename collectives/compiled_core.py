@@ -16,9 +16,9 @@ ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = map(
 DONE, DECLINED, HELD = 0, -3, -4
 """Results of the functions of `_core.caller`: done; unsupported call; call that must take the lock."""
 SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, ENDED, LIMITS = range(7)
-"""Words that an engine shares with `_core`: number of its last collective; bytes of all; 1 while `_core` runs one; the
-thread that holds the lock, or 0; number of queued operations; 1 if all calls take the lock; most bytes of each of
-`COLLECTIVES`."""
+"""Words that an engine shares with `_core`: number of its last collective; bytes of all; the thread for which `_core`
+runs one, or 0; the thread that holds the lock, or 0; number of queued operations; 1 if all calls take the lock; most
+bytes of each of `COLLECTIVES`."""
 _DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # supported by its functions, in the order of their numbers
 
 

@@ -466,17 +466,18 @@ static int begin(Slots *slots, int64_t sequence, int number, PyObject *const *ar
     return go_on(slots);
 }
 
-/* A thread that holds the lock has counted the call; others must take it when the words say so. */
+/* A caller that gives "most" holds the lock and has counted the call; others must take it when the words say so. */
 static PyObject *collective(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
     Slots *slots = PyCapsule_GetPointer(PyTuple_GetItem(bound, 0), "slots");
     int64_t *words = (int64_t *)PyByteArray_AsString(PyTuple_GetItem(bound, 2)), nbytes = 0;
     const int64_t number = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
     if (number < 0 || number > BARRIER) return PyErr_Format(PyExc_TypeError, "expected collective, tensor, out, option");
-    const int64_t most = given == 5 ? PyLong_AsLongLong(args[4]) : words[LIMITS + number];
-    const int counts = words[LOCKED] != (int64_t)PyThread_get_thread_ident();
+    const int counts = given == 4;
+    int64_t most = counts ? -1 : PyLong_AsLongLong(args[4]);
+    if (most < 0) most = words[LIMITS + number];
     const int is_held = words[LOCKED] || words[QUEUED] || words[ENDED] || (words[SEQUENCE] + 1) % CALLS_PER_POLL == 0;
     if (words[RUNNING] || (counts && is_held)) return PyLong_FromLong(HELD);
-    words[RUNNING] = 1, words[SEQUENCE] += counts;
+    words[RUNNING] = (int64_t)PyThread_get_thread_ident(), words[SEQUENCE] += counts;
     int found = begin(slots, words[SEQUENCE], (int)number, args + 1, most, &nbytes);
     words[SEQUENCE] -= counts && found == DECLINED, words[BYTES] += counts ? nbytes : 0;
     while (found == NOT_YET || found == ELSEWHERE) {

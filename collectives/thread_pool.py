@@ -18,6 +18,15 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 _lock = threading.Lock()
 
 
+def _renew_lock() -> None:
+    """Replace the lock in a forked process, whose parent's threads may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def run(calls: Sequence[Callable[[], None]]) -> None:
     """Run the calls concurrently, each in a thread without nested torch threads; a single call runs in the caller's.
 

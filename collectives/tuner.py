@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ class Table:
     def dump(self, path: Path) -> None:
         """Write the table to a temporary file and rename it; create the folder if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:
             write_text(temporary, self.to_json() + "\n")
             temporary.replace(path)

@@ -9,8 +9,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from gangline.collectives.compiled_core import core
 from gangline.collectives.eager import run_eagerly
+from gangline.collectives.errors import nested_call
 from gangline.collectives.timeline import recorder
 
 _log = logging.getLogger("gangline")
@@ -26,6 +27,45 @@ _POLL_SECONDS, _POLLING_SECONDS = 0.0005, 0.02  # polling interval of a queue's 
 _BACKGROUND_YIELDS = 20  # in a wait of `gangline._core`: other threads of the process may compute
 _thread = threading.local()
 _forks = 0  # number of forks since the first process
+
+
+class NoThreadError(RuntimeError):
+    """This process cannot start another thread; nothing has begun."""
+
+
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread.
+
+    Raises:
+        NoThreadError: if the process is at its limit of threads.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoThreadError(
+            f"process {os.getpid()} cannot start the thread {name}: {error}; expected room for it within the limits of "
+            "threads: `ulimit -u`, and pids.max of the cgroup"
+        ) from None
+    return thread
+
+
+class GuardedLock:
+    """Lock that raises NestedCallError in the thread that holds it: a signal handler there would wait for ever."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a handler may run after it is acquired and before the next line
+        self._owner = 0
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            raise nested_call("a call")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = 0
+        self._lock.release()
 
 
 @run_eagerly
@@ -134,7 +174,8 @@ class WorkQueue:
     """Queue that runs operations one at a time.
 
     Operations with a common key run in the order of submission. Among the others, those of larger priority run first.
-    The first `submit` starts a background thread.
+    The first `submit` starts a background thread. A call from inside an operation runs at once if the operation is in
+    `nesting`; else it is by a signal handler or a finalizer, and raises NestedCallError.
     """
 
     def __init__(self, *, in_order: bool = False, counter: memoryview | None = None) -> None:
@@ -151,8 +192,9 @@ class WorkQueue:
         _queues.add(self)
 
     def _set_up(self) -> None:
-        self._running = threading.Lock()  # held by the thread that runs an operation
+        self._running = threading.RLock()  # held by the thread that runs an operation
         self._runner = 0  # id of that thread
+        self._waiters: set[int] = set()  # ids of threads in `run`
         self._changed = threading.Condition()
         self._ready: list[_QueuedCall] = []
         self._last: dict[Hashable, _QueuedCall] = {}
@@ -174,11 +216,17 @@ class WorkQueue:
             Exception: the error that the operation raised.
             RuntimeError: if the queue is closed.
         """
-        if self.unfinished and not self._is_inside():
-            self.submit(operation, work, keys, priority)
-        else:
+        if self._is_inside(work._name) or not self.unfinished:
             self._execute(operation, work, refuse_closed=True)
-        work.wait()
+            work.wait()
+            return
+        self.submit(operation, work, keys, priority)
+        thread = threading.get_ident()
+        self._waiters.add(thread)
+        try:
+            work.wait()
+        finally:
+            self._waiters.discard(thread)
 
     def run_now(self, operation: Callable[[], object], name: str) -> bool:
         """Run an operation if no submitted one is unfinished, or inside another operation; return False otherwise.
@@ -189,7 +237,9 @@ class WorkQueue:
         """
         thread = threading.get_ident()
         if self._runner == thread:
-            operation()
+            self.check_outermost(name)
+            with nesting(False):
+                operation()
             return True
         if self.unfinished:
             return False
@@ -220,7 +270,7 @@ class WorkQueue:
         Raises:
             RuntimeError: if the queue is closed.
         """
-        if self._is_inside():
+        if self._is_inside(work._name):
             self._execute(operation, work)
             return
         if recorder.current is not None:
@@ -229,6 +279,9 @@ class WorkQueue:
             keys, priority = (self,), 0
         with self._changed:
             self._check_open(work._name)
+            if self._thread is None:
+                gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+                self._thread = start_thread(partial(self._serve, gpu), "gangline-work")
             call = _QueuedCall(operation, work, tuple(dict.fromkeys(keys)), (-priority, next(self._sequence)))
             before = {id(last): last for key in call.keys if (last := self._last.get(key)) is not None}
             for one in before.values():
@@ -241,10 +294,6 @@ class WorkQueue:
             if by_waiter:
                 work.queued, work.wake = partial(self._run_by_waiter, call), self._wake
                 self._polls_until = time.monotonic() + _POLLING_SECONDS
-            if self._thread is None:
-                gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-                self._thread = threading.Thread(target=self._serve, args=(gpu,), name="gangline-work", daemon=True)
-                self._thread.start()
             if not (by_waiter and self._polls):
                 self._changed.notify_all()
 
@@ -252,8 +301,20 @@ class WorkQueue:
         with self._changed:
             self._changed.notify_all()
 
-    def _is_inside(self) -> bool:
+    def is_running_here(self) -> bool:
+        """Return whether this thread runs an operation now."""
+        return self._runner == threading.get_ident()
+
+    def check_outermost(self, name: str) -> None:
+        """Raise NestedCallError if this thread runs an operation that is not in `nesting`, or waits in `run`."""
+        thread = threading.get_ident()
+        is_inside = self._runner == thread and not getattr(_thread, "may_nest", False)
+        if is_inside or thread in self._waiters:
+            raise nested_call(name)
+
+    def _is_inside(self, name: str) -> bool:
         """Return whether this thread runs an operation now, such as an updater that calls its store."""
+        self.check_outermost(name)
         return self._runner == threading.get_ident()
 
     def _check_open(self, name: str) -> None:
@@ -261,8 +322,8 @@ class WorkQueue:
             raise RuntimeError(f"{name} was called after close(): its store or communicator is closed")
 
     def _execute(self, operation: Callable[[], None], work: Work, *, refuse_closed: bool = False) -> None:
-        is_outermost = not self._is_inside()
-        with self._running if is_outermost else nullcontext():
+        is_outermost = not self.is_running_here()
+        with self._running if is_outermost else nesting(False):
             if is_outermost:
                 if refuse_closed:
                     self._check_open(work._name)
@@ -282,7 +343,7 @@ class WorkQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._is_inside() or self._thread is threading.current_thread():  # in the latter by garbage collection
+        if self.is_running_here() or self._thread is threading.current_thread():  # in the latter by garbage collection
             return
         if self._thread is not None:
             self._thread.join()
@@ -290,9 +351,10 @@ class WorkQueue:
             pass
 
     def _run_by_waiter(self, call: _QueuedCall) -> None:
+        self.check_outermost(call.work._name)
         call.work.queued = None
         with self._changed:
-            if call not in self._ready or self._is_inside():
+            if call not in self._ready or self.is_running_here():
                 return
             self._ready.remove(call)
             heapq.heapify(self._ready)
@@ -332,6 +394,17 @@ class WorkQueue:
                     heapq.heappush(self._ready, follower)
             if self._ready or self._closed:
                 self._changed.notify_all()
+
+
+@contextmanager
+def nesting(may_nest: bool = True) -> Iterator[None]:
+    """Allow the code in this context, which an operation calls, to call the operation's queue."""
+    before = getattr(_thread, "may_nest", False)
+    _thread.may_nest = may_nest
+    try:
+        yield
+    finally:
+        _thread.may_nest = before
 
 
 def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:

@@ -61,6 +61,7 @@ class Bucket:
         """Size of a flat tensor of this bucket in bytes."""
         return self.numel * self.dtype.itemsize
 
+    @torch.inference_mode(mode=False)
     def empty(self, device: torch.device) -> torch.Tensor:
         """Return a flat tensor of zeros, shape (numel,): sums over the gaps between keys stay finite."""
         return torch.zeros(self.numel, dtype=self.dtype, device=device)

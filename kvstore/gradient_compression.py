@@ -59,6 +59,7 @@ class CompressedPushes:
         """Return the payload of a value that was checked; the rounding error stays as its sender's residual."""
         return compress_checked(self.compression.codec, value, self.residual(key, value, sender))
 
+    @torch.inference_mode(mode=False)
     def residual(self, key: Key, value: torch.Tensor, sender: int = 0) -> torch.Tensor | None:
         """Return the residual to be added to a value, in its shape and on its device; None without error feedback."""
         if not self.compression.error_feedback:

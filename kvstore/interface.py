@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from gangline.collectives.eager import run_eagerly
-from gangline.collectives.work import Work
+from gangline.collectives.errors import NestedCallError
+from gangline.collectives.work import GuardedLock, Work
 from gangline.collectives.workload import split_batch
 from gangline.kvstore.arguments import (
     Pairs,
@@ -68,7 +69,7 @@ def refused_on_all_ranks(call: _Call) -> _Call:
         try:
             return call(self, *arguments, **options)
         except Exception as error:
-            if self._calls_begun == begun and not self._closed:
+            if self._calls_begun == begun and not self._closed and not self._is_nested(error):
                 keys = arguments[0] if arguments else options.get("key", options.get("bucket"))
                 self._refuse(call.__name__, error, keys)
             raise
@@ -112,7 +113,7 @@ class KVStore(abc.ABC):
     def __init__(self, name: str) -> None:
         self.type = name
         self._layout: dict[Key, tuple[torch.Size, torch.dtype]] = {}
-        self._layout_lock = threading.Lock()
+        self._layout_lock = GuardedLock()
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
         self._pending: dict[Key, Work] = {}  # pushes that wait for update(), under clip_global_norm
         self._compressed: CompressedPushes | None = None
@@ -1063,6 +1064,19 @@ class KVStore(abc.ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"the {self.type!r} store is closed; {self._when_closed}")
+        self._check_outermost()
+
+    def _check_outermost(self) -> None:  # noqa: B027  for stores whose calls wait
+        """Raise NestedCallError if this thread is inside a call of this store, and not in an updater."""
+
+    def _is_nested(self, error: Exception) -> bool:
+        """Return whether this call raises an error because it is inside another one, of which it must not tell."""
+        if isinstance(error, NestedCallError):
+            with suppress(NestedCallError):
+                self._check_outermost()
+                return False
+            return True
+        return False
 
     def _checked_pairs(self, parse: Callable[[Any, Any], _Parsed], key: Any, value: Any) -> _Parsed:
         """Return keys with their values by `pushed` or `outs`, after all checks."""

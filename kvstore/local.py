@@ -15,7 +15,7 @@ import torch
 from gangline.collectives.devices.backends import copies
 from gangline.collectives.devices.device_group import Transfer, broadcast, move, reduce
 from gangline.collectives.streams import SideStreams
-from gangline.collectives.work import Work, WorkQueue
+from gangline.collectives.work import Work, WorkQueue, nesting
 from gangline.kvstore.arguments import (
     ByPosition,
     Pairs,
@@ -303,8 +303,12 @@ class LocalStore(KVStore):
 
         self._start("assign", assign, keys_of(pairs), tensors_of(pairs), 0, False)
 
+    def _check_outermost(self) -> None:
+        self._queue.check_outermost(f"a {self.type!r} store")
+
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:
+            self._check_outermost()
             super().close()
             self._queue.close()
             self._use(None, None)
@@ -330,6 +334,8 @@ class LocalStore(KVStore):
             with torch.no_grad(), section:
                 operation()
 
+        if async_op and torch.is_inference_mode_enabled():  # outs that were made in this mode are written in it
+            run = torch.inference_mode()(run)
         work = Work(f"{name} of {_shown(keys)}", section.join)
         (self._queue.submit if async_op else self._queue.run)(run, work, keys, priority)
         return work
@@ -351,7 +357,7 @@ class LocalStore(KVStore):
             pairs = [pair for pair in pairs if pair[1] and weight]
         self._place(pairs)
         pairs = merged(pairs)
-        optimizer = self._optimizer_of(pairs[0][0]) if pairs else None
+        optimizer = self._optimizer_of(keys_of(pairs)[0]) if pairs else None
         if optimizer is not None:
             optimizer.check_kinds(pairs)
         if self._compressed is not None:
@@ -361,7 +367,8 @@ class LocalStore(KVStore):
         elif self._updater is not None:
             for pair in pairs:  # one by one: an updater may call the store, and change the next key
                 [(key, total)] = self._sums([pair], own=True)
-                self._updater(key, total, self._entries[key].stored)
+                with nesting():
+                    self._updater(key, total, self._entries[key].stored)
         elif not self._moved_jointly(pairs, []):
             self._replace(pairs, {})
 
@@ -450,7 +457,8 @@ class LocalStore(KVStore):
                 sums.append((key, dense[0]))
             else:
                 if entry.sum is None or entry.sum.device != entry.stored.device:
-                    entry.sum = torch.empty_like(entry.stored)
+                    with torch.inference_mode(mode=False):
+                        entry.sum = torch.empty_like(entry.stored)
                 transfers.append((dense, entry.sum, ()))
                 sums.append((key, entry.sum))
         move(transfers)

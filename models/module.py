@@ -903,7 +903,8 @@ class Module:
         module = cls(network, **options)
         if module.bound.lazy_parameters():
             network.load_state_dict(as_named_by(network, saved.params))  # gives lazy parameters their shapes
-        module.set_params(saved.params)
+        with checkpoint.naming(saved.path):
+            module.set_params(saved.params)
         module.run_state.metadata.update(saved.metadata)
         module._params_set = True
         if load_optimizer_states:
@@ -920,8 +921,12 @@ class Module:
             ValueError: if the checkpoint has extra names, other shapes, another optimizer, or no optimizer state.
             RuntimeError: if names are missing from it; or before `init_optimizer`.
         """
+        self._require_optimizer("resume()")
+        with checkpoint.naming(saved.path):
+            self._restore(saved.of_worker(self.workers.rank, self.workers.count))
+
+    def _restore(self, saved: checkpoint.Checkpoint) -> None:
         optimizer, replicas = self._require_optimizer("resume()"), self.bound.replicas
-        saved = saved.of_worker(self.workers.rank, self.workers.count)
         state = saved.require_optimizer_state()
         params = self._matched(saved.params, False, False)
         optimizer.load_state(state)

@@ -16,6 +16,7 @@ from gangline import DistributedOptimizer, Trainer
 from gangline.collectives import torch_backend
 from gangline.collectives.communicator import in_process
 from gangline.kvstore import create
+from tests.programs import python
 
 PACKAGE = Path(torch_backend.__file__).resolve().parents[2]
 Call = Callable[[Tensor], object]
@@ -91,3 +92,17 @@ def test_no_frame_of_gangline_is_traced(make: Callable[[], Call]) -> None:
     assert (Path(__file__), "step") in frames
     traced = [name for file, name in frames if PACKAGE in file.resolve().parents and "tests" not in file.parts]
     assert not traced
+
+
+_RENAMED = """
+import torch, torch._dynamo
+del torch._C._dynamo.eval_frame.set_code_exec_strategy
+from gangline.collectives.communicator import connect
+with connect(0, 1) as comm:
+    compiled = torch.compile(lambda x: comm.all_reduce(x + 1) * 2, backend="eager")
+    print(compiled(torch.ones(2)).tolist(), comm.rank)
+"""
+
+
+def test_a_torch_without_dynamos_private_names_is_accepted() -> None:
+    assert python("-c", _RENAMED, code=0).stdout == "[4.0, 4.0] 0\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
@@ -258,6 +259,15 @@ def _gpus_of(transfer: Transfer) -> tuple[torch.device, ...] | None:
 
 _groups: dict[tuple[torch.device, ...], DeviceGroup] = {}
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked process, whose parent's threads may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _group(devices: tuple[torch.device, ...]) -> DeviceGroup:

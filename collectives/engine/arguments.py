@@ -89,11 +89,9 @@ def check_rank(name: str, rank: int, size: int) -> None:
         raise ValueError(f"{name} is {rank}; expected a rank from 0 to {size - 1}")
 
 
-def check_peer(name: str, peer: int, rank: int, size: int, tag: int) -> None:
-    """Check the peer, another rank, and the tag, 0 to 2**31 - 1, of a message that ``rank`` sends or receives."""
+def check_peer(name: str, peer: int, size: int, tag: int) -> None:
+    """Check the peer, a rank, and the tag, 0 to 2**31 - 1, of a message."""
     check_rank(name, peer, size)
-    if peer == rank:
-        raise ValueError(f"{name} is {peer}, this rank itself; expected another rank")
     if not isinstance(tag, int) or isinstance(tag, bool):
         raise TypeError(f"tag is {tag!r}; expected an int")
     if not 0 <= tag < 1 << 31:

@@ -15,7 +15,7 @@ from gangline.collectives import algorithms
 from gangline.collectives import compiled_core as core
 from gangline.collectives.call_signature import COLLECTIVES, CallSignature, nbytes_of
 from gangline.collectives.engine.executor import MisplacedMessageError
-from gangline.collectives.errors import GanglineError
+from gangline.collectives.errors import GanglineError, StallError, nested_call
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import Membership
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
@@ -26,13 +26,15 @@ from gangline.collectives.timeline.recorder import Timeline
 from gangline.collectives.transports.base import MessageTag, Transport, wait_until
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SlotExchange
 from gangline.collectives.tuner import SHARED, Table
-from gangline.collectives.work import Work, WorkQueue
+from gangline.collectives.work import NoThreadError, Work, WorkQueue
 
 _GATHER_SECONDS = 0.6
 """Time for the other ranks to report their call after a message of another call has arrived."""
 _TURN_SECONDS = 0.1
 """Additional time per rank number, so that one rank reports a mismatch and the others repeat its error."""
 _MOST_TURNS = 16
+_LEAVE_SECONDS = 5.0
+"""Time for another thread to leave its collective once the communicator closes; takes about 10 ms."""
 _RUNNING_SECONDS = 0.0001
 """Polling interval for a collective of another thread."""
 
@@ -96,7 +98,7 @@ class Engine:
         memory = bytearray(8 * (core.LIMITS + core.BARRIER + 1))
         self._words = memoryview(memory).cast("q")
         timeline = recorder.current
-        self.lock = _CallLock(self._words) if timeline is None else _RecordedLock(self, timeline, self._words)
+        self.lock = _CallLock(self._words, self._wait_check) if timeline is None else _RecordedLock(self, timeline)
         """Held by the thread that runs a collective, unless `gangline._core` runs it."""
         self.queue = WorkQueue(counter=self._words[core.QUEUED : core.QUEUED + 1])
         self.is_inherited = False
@@ -146,7 +148,11 @@ class Engine:
         """
         self.check_open()
         work = Work(name, join, result)
-        self.queue.submit(operation, work, keys=(self,), priority=0)
+        try:
+            self.queue.submit(operation, work, keys=(self,), priority=0)
+        except NoThreadError as error:
+            self.refuse(name, error)
+            raise
         return work
 
     def status(self) -> Part:
@@ -160,8 +166,13 @@ class Engine:
         }
 
     def settle(self) -> None:
-        """Wait for all submitted operations."""
-        if self.queue.unfinished:
+        """Wait for all submitted operations.
+
+        Raises:
+            NestedCallError: if this thread is inside a collective.
+        """
+        self.check_outermost()
+        if self.queue.unfinished and not self.queue.is_running_here():
             self.queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
 
     def check_open(self) -> None:
@@ -172,6 +183,26 @@ class Engine:
         """
         if self.error is not None:
             raise type(self.error)(*self.error.args)
+
+    def check_outermost(self) -> None:
+        """Raise NestedCallError if this thread is inside a collective, which a signal handler may have interrupted."""
+        thread = threading.get_ident()
+        if self._words[core.LOCKED] == thread or self._words[core.RUNNING] == thread:
+            raise nested_call("a collective")
+
+    def _wait_check(self) -> Callable[[], None]:
+        """Return the check of a thread that waits for a collective of another thread."""
+        limit = self._watchdog.timeout
+        until = time.monotonic() + limit
+
+        def check() -> None:  # no lock: a signal handler that waits for this thread may have interrupted its holder
+            self.check_open()
+            if time.monotonic() > until:
+                raise StallError(
+                    f"rank {self.resources.rank} has waited {limit:g} s for a collective of another of its threads"
+                )
+
+        return check
 
     @contextmanager
     def call(self, code: int) -> Iterator[MessageTag]:
@@ -215,7 +246,7 @@ class Engine:
         self._words[core.ENDED] = 1
 
     def run_compiled(
-        self, collective: int, tensor: object, out: object = None, option: object = None, *most: int
+        self, collective: int, tensor: object, out: object = None, option: object = None, most: int = -1
     ) -> bool:
         """Take the lock and run a collective by `call_compiled`, which has the arguments.
 
@@ -232,7 +263,7 @@ class Engine:
                 return False
             self._words[core.SEQUENCE] = sequence = self._words[core.SEQUENCE] + 1
             try:
-                found = self.call_compiled(collective, tensor, out, option, *most)
+                found = self.call_compiled(collective, tensor, out, option, most)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise self.failed(error) from None
             if found != core.DONE:
@@ -263,8 +294,10 @@ class Engine:
             code: `CallSignature.code` of the collective; None: the last one of `call_compiled`.
         """
         if code is None:
-            assert isinstance(self.resources.slot_exchange, CompiledSlotExchange)
-            code = self.resources.slot_exchange.code
+            slot_exchange = self.resources.slot_exchange
+            if not isinstance(slot_exchange, CompiledSlotExchange):  # an interrupt: no collective was begun
+                return error
+            code = slot_exchange.code
         if isinstance(error, MisplacedMessageError):
             error = self._disagreement(error, code)
         reason = error
@@ -280,6 +313,7 @@ class Engine:
 
         If all ranks refuse it, the communicator stays usable.
         """
+        self.check_outermost()
         with self.lock:
             if self.error is None:
                 self._words[core.SEQUENCE] += 1
@@ -342,8 +376,17 @@ class Engine:
         withdraw(self)
         self.queue.close()
         self.call_compiled = _decline  # which refers to this engine
-        self.end(GanglineError("the communicator is closed"))
-        self.resources.membership.close()
+        closed = GanglineError("the communicator is closed")
+        self.end(closed)
+        membership = self.resources.membership
+        membership.failure = membership.failure or closed  # ends the wait of another thread
+        until = time.monotonic() + _LEAVE_SECONDS
+        wait_until(
+            lambda: self.lock.is_free() or time.monotonic() > until,
+            lambda _: time.sleep(_RUNNING_SECONDS),
+            lambda: None,
+        )
+        membership.close()
         for transport in (self.resources.transport, self.resources.messages):
             transport.close()
 
@@ -364,7 +407,7 @@ class Engine:
         """Make every call of a forked process raise an error; the lock may be in use by the parent's threads."""
         self.is_inherited = True
         self._words[core.RUNNING] = self._words[core.LOCKED] = 0
-        self.lock = _CallLock(self._words)
+        self.lock = _CallLock(self._words, self._wait_check)
         self.hold()
         self.error = GanglineError(
             f"this communicator belongs to process {os.getppid()}, from which this one was forked: open another one "
@@ -390,27 +433,51 @@ class Engine:
 
 
 class _CallLock:
-    """Lock of an engine's collectives; acquiring it waits for collectives that `gangline._core` runs without it."""
+    """Lock of an engine's collectives; acquiring it waits for collectives that `gangline._core` runs without it.
 
-    def __init__(self, words: memoryview) -> None:
+    It is reentrant, for calls of several collectives. `Engine.check_outermost` keeps signal handlers out.
+    """
+
+    def __init__(self, words: memoryview, wait_check: Callable[[], Callable[[], None]]) -> None:
+        """Use an engine's words; ``wait_check`` returns the check of a thread that waits for another one's call."""
         self._words = words
-        self._lock = threading.Lock()
+        self._wait_check = wait_check
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @contextmanager
+    def over_several(self) -> Iterator[None]:
+        """Hold the lock over several collectives of one call."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._words[core.LOCKED] = threading.get_ident()
-        if self._words[core.RUNNING]:
-            try:
-                wait_until(lambda: not self._words[core.RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), lambda: None)
-            except BaseException:
-                self._release()
-                raise
+        self._acquire()
 
     def __exit__(self, *_: object) -> None:
         self._release()
 
+    def _acquire(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            wait_until(lambda: self._lock.acquire(timeout=WAIT_CHECK_SECONDS), lambda _: None, self._wait_check())
+        self._depth += 1
+        self._words[core.LOCKED] = threading.get_ident()
+        if self._words[core.RUNNING]:
+            try:
+                wait_until(
+                    lambda: not self._words[core.RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), self._wait_check()
+                )
+            except BaseException:
+                self._release()
+                raise
+
     def _release(self) -> None:
-        self._words[core.LOCKED] = 0
+        self._depth -= 1
+        if not self._depth:
+            self._words[core.LOCKED] = 0
         self._lock.release()
 
     def is_free(self) -> bool:
@@ -421,8 +488,8 @@ class _CallLock:
 class _RecordedLock(_CallLock):
     """Call lock that records each collective as a span of the timeline."""
 
-    def __init__(self, engine: Engine, timeline: Timeline, words: memoryview) -> None:
-        super().__init__(words)
+    def __init__(self, engine: Engine, timeline: Timeline) -> None:
+        super().__init__(engine._words, engine._wait_check)
         self._engine, self._timeline = engine, timeline
         self._began = self._number = 0
 

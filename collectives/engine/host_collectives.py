@@ -213,6 +213,7 @@ class HostCollectives:
         """Wait until all ranks have called `barrier`."""
         self._synchronize(encode_signature("barrier", 0, torch.uint8, None, None))
 
+    @torch.inference_mode(mode=False)
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor in memory that all ranks of the host can read, if the transport has such memory."""
         count = math.prod(shape)

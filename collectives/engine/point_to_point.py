@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import Ordered, SideStreams
 from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest, wait_until
-from gangline.collectives.work import Work
+from gangline.collectives.work import GuardedLock, NoThreadError, Work, start_thread
 
 _YIELD_SECONDS = 0.002  # without a message, before the first sleep
 
@@ -77,18 +77,19 @@ class PointToPoint:
     def __init__(self, engine: Engine) -> None:
         resources = engine.resources
         self._engine = engine
+        self._rank = resources.rank
         self._transport = resources.messages
         self._watchdog = resources.messages_watchdog
         self._gone = resources.membership.gone
         self._side_streams = SideStreams()
-        self._lock = threading.Lock()
+        self._lock = GuardedLock()
         self._sends: list[_PendingSend] = []
         self._receives: list[_PendingReceive] = []
         self._early: dict[int, deque[_EarlyMessage]] = {}
         self._error: GanglineError | None = None
         self._timed: Work | None = None  # the message whose wait the watchdog times
         self._timed_code = 0
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def send(self, flat: Tensor, to: int, tag: int) -> Work:
         """Start to send a contiguous 1-d tensor."""
@@ -96,6 +97,11 @@ class PointToPoint:
         self._engine.check_open()
         with self._lock:
             self._check_open()
+            if to == self._rank:
+                data = flat.view(torch.uint8).clone()
+                self._early.setdefault(to, deque()).append(_EarlyMessage(MessageTag(tag, code), data))
+                self._wake_thread()
+                return Work.finished("send")
             self._time_oldest()
             if self._timed is None:  # `send` may detect that the other rank is gone
                 self._watchdog.begin(0, code)
@@ -132,8 +138,11 @@ class PointToPoint:
         if async_op:
             with self._lock:
                 if (self._sends or self._receives) and self._thread is None:
-                    self._thread = threading.Thread(target=self._run_thread, name="gangline-messages", daemon=True)
-                    self._thread.start()
+                    try:
+                        self._thread = start_thread(self._run_thread, "gangline-messages")
+                    except NoThreadError as error:
+                        self._fail(error, self._timed_code)
+                        raise
             return work
         try:
             if self._thread is None:
@@ -198,7 +207,7 @@ class PointToPoint:
                     return True
                 sleep, seconds = time.sleep, 0.0
                 if time.monotonic() - idle_since >= _YIELD_SECONDS:
-                    sources = {source for one in self._receives for source in one.sources}
+                    sources = {source for one in self._receives for source in one.sources} - {self._rank}
                     targets = {one.to for one in self._sends}
                     sleep, seconds = self._transport.waiter(sources, targets), WAIT_CHECK_SECONDS
                 if self._progress():
@@ -293,6 +302,8 @@ class PointToPoint:
                     receive.take(message.into)
                     self._complete(receive, source)
                 return True
+        if source == self._rank:
+            return False
         while (request := self._transport.poll(source)) is not None:
             if request.message_tag == receive.message_tag:
                 receive.take(lambda flat, request=request: request.into(flat.view(torch.uint8)))  # type: ignore[misc]

@@ -109,6 +109,7 @@ class UnevenAllToAll:
         for request in requests:
             request.wait()
 
+    @torch.inference_mode(mode=False)  # they are kept
     def _slots(self, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return the part of the slots that holds rows, after the header."""
         found = self._rows.get(dtype)

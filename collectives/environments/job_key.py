@@ -179,7 +179,7 @@ def write_file(key: JobKey, path: Path) -> None:
 def _read_file(path: str) -> JobKey:
     source = f"file {path!r} of {FILE}"
     try:
-        file = open(path, "rb")  # noqa: SIM115  closed below
+        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  closed below
     except OSError as error:
         raise type(error)(error.errno, f"{source} cannot be read: {error.strerror}") from None
     with file:

@@ -19,12 +19,14 @@ ELASTIC = "GANGLINE_ELASTIC"
 """Variable with the minimum and maximum number of workers of an elastic job, such as 1:4."""
 
 LEAVING = "GANGLINE_LEAVING"
-"""Variable of a restarted worker: 1 if it had been asked to leave."""
+"""Variable of a worker that was started again: 1 if it had been asked to leave."""
 
 LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
-"""Variable of the scheduler: a pipe to which it writes a line for each process that has left, such as "worker 1", and
-`LOST` when no process can take its place again any more."""
+"""Variable of the scheduler: a pipe to which it writes a line for each process that has left, such as "worker 1",
+`ENTERED` and the name of each worker that takes part from now on in an elastic job, and `LOST` when no process can take
+its place again any more."""
 LOST = b"!"
+ENTERED = b"+"
 
 KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
 """Variable of a process that may be restarted: descriptor of memory in which its state outlives it."""

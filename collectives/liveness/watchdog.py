@@ -26,20 +26,21 @@ class Watchdog:
 
     Args:
         membership: source of the other ranks' states; failures found here are reported to it.
-        timeout: waiting time in one call, in seconds, after which it raises `StallError`.
+        timeout: see the attribute.
         stall_warn: waiting time in one call, in seconds, after which a warning names the late ranks.
     """
 
     def __init__(self, membership: Membership, timeout: float, stall_warn: float) -> None:
         self._membership = membership
-        self._timeout = timeout
+        self.timeout = timeout
+        """Waiting time in one call, in seconds, after which it raises `StallError`."""
         self._stall_warn = stall_warn
         self._sequence = 0
         self.begin(0, 0)
 
     def another(self) -> Watchdog:
         """Return a watchdog with the same limits, for the waits of another thread."""
-        return Watchdog(self._membership, self._timeout, self._stall_warn)
+        return Watchdog(self._membership, self.timeout, self._stall_warn)
 
     def begin(self, sequence: int, code: int) -> None:
         """Start the clock of a call, unless it has been started.
@@ -137,8 +138,8 @@ class Watchdog:
 
     def _check_clock(self, missing: set[int], now: float) -> None:
         waited = now - self._since
-        if waited >= self._timeout:
-            self._raise(StallError(f"{self._stall_text(missing, waited)}; the timeout is {self._timeout:g} s"))
+        if waited >= self.timeout:
+            self._raise(StallError(f"{self._stall_text(missing, waited)}; the timeout is {self.timeout:g} s"))
         if waited >= self._stall_warn and not self._warned:
             self._warned = True
             _log.warning("%s", self._stall_text(missing, waited))

@@ -29,22 +29,28 @@ end_range: Callable[[Any], None] = _record_function_with_args_exit
 """End a range of a profile, in any thread."""
 
 
-def refusing_backend(rank: int, size: int) -> Any:
-    """Return a C++ backend that raises on every collective.
+def backend(rank: int, size: int, *, refuses: bool = True) -> Any:
+    """Return a C++ backend that moves nothing between ranks; by default it raises on every collective.
 
     torch requires a registered backend for the CPU, and sends it every call that a Python group lacks.
     """
     fake: Any = FakeProcessGroup  # torch's stub declares none of its options
     options = fake.Options()
-    options.error_on_collective = True
+    options.error_on_collective = refuses
     return fake._create_internal(rank, size, options)
 
 
-def recording_group(rank: int, size: int) -> ProcessGroup:
-    """Return a C++ group whose calls go through torch's dispatcher, where FakeTensorMode handles them."""
+def recording_group(rank: int, size: int, *, refuses: bool = True) -> ProcessGroup:
+    """Return a C++ group whose calls go through torch's dispatcher, where dispatch modes see or handle them.
+
+    Args:
+        rank: of this process in the group.
+        size: number of ranks.
+        refuses: raise if no mode handles a call; else the call writes values that are to be overwritten.
+    """
     constructor: Any = ProcessGroup  # its stub lacks the overload without a store
     group: ProcessGroup = constructor(rank, size)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, refusing_backend(rank, size))
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend(rank, size, refuses=refuses))
     group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
     return group
 

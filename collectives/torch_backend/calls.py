@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.eager import run_eagerly
-from gangline.collectives.errors import GanglineError
+from gangline.collectives.errors import GanglineError, NestedCallError
 from gangline.collectives.torch_backend import operations
 from gangline.collectives.torch_backend.c10d import (
     begin_range,
@@ -26,7 +26,7 @@ from gangline.collectives.torch_backend.c10d import (
 )
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import CoalescedWork, FinishedWork, GroupWork, MessageWork
-from gangline.collectives.work import Work, WorkQueue
+from gangline.collectives.work import NoThreadError, Work, WorkQueue
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -124,6 +124,8 @@ def _collective(
             return self._elsewhere(torch_name, tensor)(*args, **kwargs)
         counted = self._calls
         try:
+            if has_dispatch_modes():  # they are to see the operator of this call, which goes past torch's dispatcher
+                _method(self._counting_group, torch_name)(*args, **kwargs)
             opts = given.get("opts")
             converted = [convert(given.get(parameter)) for parameter, convert in tensors.items()]
             rest: list[Any] = []
@@ -291,8 +293,11 @@ class GroupCollectives:
             group = recording_group(self.communicator.rank, self.communicator.size)
         else:
             group = self.other_devices.group(tensor.device)
-        found: Callable[..., Any] = getattr(group, name if hasattr(ProcessGroup, name) else _OLD_NAMES[name])
-        return found
+        return _method(group, name)
+
+    @cached_property
+    def _counting_group(self) -> ProcessGroup:
+        return recording_group(self.communicator.rank, self.communicator.size, refuses=False)
 
     def _call(
         self,
@@ -311,8 +316,7 @@ class GroupCollectives:
         waits_at_once = not getattr(opts, "asyncOp", True)
         is_plain = limit is None and not is_profiled() and not has_dispatch_modes()  # modes belong to a thread
         is_plain = is_plain and not torch.is_inference_mode_enabled()
-        if is_plain and waits_at_once and not self._queue.unfinished:
-            self._run_now(name, partial(function, self.communicator, *arguments))
+        if is_plain and waits_at_once and self._run_now(name, partial(function, self.communicator, *arguments)):
             return self._counted(FinishedWork(written))
         inner = Work(name)
         work = GroupWork(inner, written, limit, give_up=self.communicator.abort if has_own else None)
@@ -325,18 +329,24 @@ class GroupCollectives:
             run = partial(self._queue.submit, by_waiter=is_plain)
         elif torch.is_inference_mode_enabled():  # buffers that are kept must be writable outside of it
             operation = partial(_outside_inference_mode, operation)
-        run(operation, inner, keys=(self,), priority=0)
+        try:
+            run(operation, inner, keys=(self,), priority=0)
+        except NoThreadError as error:
+            refuse(error)
+            raise
         if inner.wake is not None and sum(map(Tensor.numel, written)) > _SMALL_ELEMENTS:
             inner.wake()
         return self._counted(work)
 
-    def _run_now(self, name: str, operation: Callable[[], object]) -> None:
+    def _run_now(self, name: str, operation: Callable[[], object]) -> bool:
+        """Run a call at once unless earlier ones are unfinished; return whether it was run."""
         try:
-            self._queue.run_now(operation, name)
+            return self._queue.run_now(operation, name)
         except GanglineError:
             raise
         except BaseException as error:
-            self.communicator.refuse(name, error)
+            if not (isinstance(error, NestedCallError) and self._queue.is_running_here()):  # by the other ranks, too
+                self.communicator.refuse(name, error)
             raise
 
     def _refuse(self, name: str, error: Exception) -> None:
@@ -361,6 +371,12 @@ class GroupCollectives:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+
+def _method(group: Any, name: str) -> Callable[..., Any]:
+    """Return the method of a group of torch's, under the name that this version of torch has for it."""
+    found: Callable[..., Any] = getattr(group, name if hasattr(ProcessGroup, name) else _OLD_NAMES[name])
+    return found
 
 
 def _outside_inference_mode(operation: Callable[[], None]) -> None:

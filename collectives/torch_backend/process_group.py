@@ -16,7 +16,7 @@ from gangline.collectives.communicator import open_communicator
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import GanglineError, StallError
-from gangline.collectives.torch_backend.c10d import refusing_backend
+from gangline.collectives.torch_backend.c10d import backend
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.transports.addresses import is_always_loopback, local_address, reachable_address
@@ -70,7 +70,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         self._store = store
         self._timeout = timeout
         self._monitored_barriers = 0
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, refusing_backend(rank, size))
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend(rank, size))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
 
     def name(self) -> str:

@@ -15,7 +15,7 @@ from torch.futures import Future, collect_all
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range
-from gangline.collectives.work import Work
+from gangline.collectives.work import Work, nesting
 
 _ABORT_SECONDS = 5.0  # for an aborted call to end; takes about 10 ms
 _NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
@@ -173,7 +173,8 @@ class GroupWork(TorchWork):
         with self._lock:
             over, self._over = self._over, None
         if over is not None:
-            over.set_result(None)
+            with nesting():
+                over.set_result(None)
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
         if self._error is not None:

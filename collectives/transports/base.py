@@ -188,6 +188,7 @@ class Transport(ABC):
     def wake(self) -> None:  # noqa: B027  for transports whose waiters sleep longer
         """End the sleep of a `waiter`."""
 
+    @torch.inference_mode(mode=False)
     def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: ARG002  for transports that share memory
         """Return an uninitialised uint8 tensor, in memory that other ranks can read if the medium has such memory.
 

@@ -28,6 +28,7 @@ from gangline.collectives.transports.shm.slots import SlotExchange
 class ThreadGroup:
     """State shared by the threads of one communicator."""
 
+    @torch.inference_mode(mode=False)
     def __init__(self, size: int) -> None:
         self.size = size
         self.queues = {(a, b): deque[_Message]() for a in range(size) for b in range(size)}
@@ -152,6 +153,7 @@ class ThreadSlotExchange(SlotExchange):
         self._group = group
         self._wait_policy = wait_policy
 
+    @torch.inference_mode(mode=False)
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
         return [[slot[:nbytes].view(dtype) for slot in of_parity] for of_parity in self._group.slots]
 

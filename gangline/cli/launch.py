@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import psutil
 import typer
 
 from gangline.cli.logs import logging_to_stderr
@@ -25,7 +27,7 @@ from gangline.collectives.workload import check_work_load_list
 from gangline.launcher.binding import Host
 from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
 from gangline.launcher.engines.mpi import detect, mpi_table
-from gangline.launcher.engines.slurm import batch_script, slurm_table
+from gangline.launcher.engines.slurm import batch_script, slurm_table, submit
 from gangline.launcher.engines.ssh import SshOptions, plan, ssh_table
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 from gangline.launcher.local import control_socket, run
@@ -191,6 +193,8 @@ def launch(options: LaunchOptions) -> None:
     if options.dry_run:
         _print_table(first, entries if launcher == "ssh" else ())
         return
+    if bounds is not None:
+        print(f"gangline: `gangline resize {os.getpid()} N` changes the number of workers", file=sys.stderr, flush=True)
     if options.log_dir is not None and launcher != "ssh":  # whose other hosts have folders of their own
         try:
             options.log_dir.mkdir(parents=True, exist_ok=True)
@@ -246,7 +250,7 @@ def _submit(job: JobSpec, options: LaunchOptions) -> int:
         print(script, end="")
         return 0
     try:
-        return subprocess.run(["sbatch", "--wait"], input=script, text=True, check=False).returncode  # noqa: S607
+        return submit(script)
     except FileNotFoundError:
         raise UsageError("sbatch is not here; install Slurm, or print what it would get by --dry-run") from None
 
@@ -296,7 +300,7 @@ def _bounds(elastic: str | None, workers: int, servers: int, work_load_list: str
 
 
 def resize(
-    launcher: Annotated[int, typer.Argument(metavar="PID", help="Process id of the `gangline launch`.")],
+    process: Annotated[int, typer.Argument(metavar="PID", help="Process id of the `gangline launch`, or of its job.")],
     workers: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of workers from now on.")],
 ) -> None:
     """Change the number of workers of a job on this host that was started with --elastic.
@@ -304,15 +308,23 @@ def resize(
     New workers take part from the next round that all know. Surplus ones, those of the highest ranks, leave after a
     round.
     """
-    try:
-        with connect(control_socket(launcher)) as connection:
-            connection.sendall(f"{workers}\n".encode())
-            answer = connection.recv(1 << 16).decode()
-    except ConnectionRefusedError:
-        raise UsageError(f"no elastic job of yours has the launcher {launcher}; expected its process id") from None
+    with _launcher_of(process) as connection:
+        connection.sendall(f"{workers}\n".encode())
+        answer = connection.recv(1 << 16).decode()
     if not answer or answer.startswith(ERROR):
         raise RuntimeError(answer.removeprefix(ERROR) or "the job has ended")
     print(answer)
+
+
+def _launcher_of(process: int) -> socket.socket:
+    """Connect to the launcher of an elastic job, given the id of any of its processes."""
+    ancestors: list[int] = []
+    with suppress(psutil.NoSuchProcess):
+        ancestors = [one.pid for one in psutil.Process(process).parents()]
+    for pid in (process, *ancestors):
+        with suppress(ConnectionRefusedError):
+            return connect(control_socket(pid))
+    raise UsageError(f"no elastic job of yours has process {process}; expected the id that `gangline launch` printed")
 
 
 def _print_table(table: Sequence[Process], hosts: Sequence[HostEntry]) -> None:

@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
-from gangline.collectives.environments.restart import INCARNATION, KEPT_MEMORY, LAUNCHER_FD, LEAVING, LOST, RESTART
+from gangline.collectives.environments.restart import (
+    ENTERED,
+    INCARNATION,
+    KEPT_MEMORY,
+    LAUNCHER_FD,
+    LEAVING,
+    LOST,
+    RESTART,
+)
 from gangline.collectives.host_files import opener
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.collectives.transports import unix_sockets
@@ -126,8 +134,8 @@ class Supervisor:
         self._elastic: ElasticWorkers | None = None
         self._slots: list[Process] = []
         """Workers of an elastic job from `process_table`, one per slot."""
-        self._next_rank = 0
-        """Rank of the next worker to be added."""
+        self._next_rank = self._first_workers = 0
+        """Rank of the next worker of an elastic job to be added, and number of those at the start."""
         self._is_job_over = False
         """True once the scheduler has succeeded: processes that still run have left the job, or came too late."""
         self._restarts_left = 0
@@ -141,6 +149,8 @@ class Supervisor:
         """Beginning of an incomplete line of the scheduler."""
         self._left: list[str] = []
         """Labels of the processes that have left the job, in order; they are not restarted."""
+        self._entered: set[str] = set()
+        """Labels of the workers of an elastic job that have begun to take part: the others need them."""
         self._failed_later: list[tuple[_Child, int]] = []
         """Workers that failed while a worker that had left the job was still ending: its exit may be the cause."""
         self._is_lost = False
@@ -189,7 +199,7 @@ class Supervisor:
         if elastic is not None:
             self._elastic = elastic
             self._slots = [process for process in processes if process.role == "worker"]
-            self._next_rank = sum(not process.is_spare for process in self._slots)
+            self._next_rank = self._first_workers = sum(not process.is_spare for process in self._slots)
             listener = unix_sockets.listen(elastic.control)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
         self._start_all([process for process in processes if not process.is_spare])
@@ -297,7 +307,8 @@ class Supervisor:
                 return
             *lines, self._scheduler_line = (self._scheduler_line + data).split(b"\n")
             self._is_lost |= LOST in lines
-            self._left += (line.decode() for line in lines)
+            self._entered.update(line.removeprefix(ENTERED).decode() for line in lines if line.startswith(ENTERED))
+            self._left += (line.decode() for line in lines if not line.startswith(ENTERED))
             if not data:
                 self._selector.unregister(self._from_scheduler)
                 os.close(self._from_scheduler)
@@ -316,6 +327,11 @@ class Supervisor:
 
     def _start(self, process: Process, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
         try:
+            log = None if process.document is not None else self._open_log(process)
+        except OSError as error:
+            self._fail(f"the log {error.filename} cannot be written: {error.strerror}", 1)
+            return
+        try:
             popen = subprocess.Popen(  # noqa: S603 - the user's command
                 process.command,
                 env=process.full_environment({**os.environ, **environment}),
@@ -328,20 +344,17 @@ class Supervisor:
                 preexec_fn=partial(_prepare, os.getpid(), process.cpus),  # safe: this process has no other threads
             )
         except OSError as error:
+            if log is not None:
+                log.close()
             code = 127 if error.errno == errno.ENOENT else 126
             self._fail(f"{process.label} cannot be started: {process.command[0]!r}: {error.strerror}", code)
             return
-        child = self._children[popen.pid] = _Child(process, popen, is_leaving=LEAVING in process.environment)
+        child = self._children[popen.pid] = _Child(process, popen, log=log, is_leaving=LEAVING in process.environment)
         self._started.append(child)
         if process.document is not None:
             assert popen.stdin is not None
             os.set_blocking(popen.stdin.fileno(), False)
             self._tell(child, process.document)
-        elif self._reports.log_dir is not None:
-            path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
-            is_first_start = all(process.environment.get(name) in (None, "0") for name in (RESTART, INCARNATION))
-            mode = "wb" if is_first_start else "ab"
-            child.log = open(path, mode, buffering=0, opener=opener)  # noqa: SIM115  closed when the job has ended
         for pipe in (popen.stdout, popen.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -352,6 +365,13 @@ class Supervisor:
                 else Stream(b"", is_error, partial(self._hear, child) if is_error else None)
             )
             self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child, pipe))
+
+    def _open_log(self, process: Process) -> IO[bytes] | None:
+        if self._reports.log_dir is None:
+            return None
+        path = self._reports.log_dir / f"{process.label.replace(' ', '-')}.log"
+        is_first_start = all(process.environment.get(name) in (None, "0") for name in (RESTART, INCARNATION))
+        return open(path, "wb" if is_first_start else "ab", buffering=0, opener=opener)
 
     def _wait(self) -> None:
         """Wait for output, a signal, the end of a process or the alarm, and handle it."""
@@ -439,9 +459,16 @@ class Supervisor:
 
     def _ended(self, child: _Child, code: int, *, may_wait: bool = True) -> None:
         self._drain(child)  # write its last output before the report
+        self._hear_scheduler()
+        is_absent = self._elastic is not None and child.process.is_worker and child.process.label not in self._entered
+        is_first = (child.process.rank or 0) < self._first_workers
+        if is_absent and is_first and code == -signal.SIGTERM and self._code is None:
+            self._report(f"{child} was asked to leave before the job began: it starts again, and leaves after a round")
+            environment = {**child.process.environment, LEAVING: "1"}
+            self._start_all([replace(child.process, environment=environment)])
+            return
         if child.is_leaving and code == -signal.SIGTERM:  # it had not joined, or the scheduler notifies the others
             code = 0
-        self._hear_scheduler()
         self._is_job_over |= child.process.role == "scheduler" and not code
         has_left = child.process.label in self._left or (self._is_job_over and not self._is_lost)
         if code and self._code is None and has_left and (self._restarts_left or self._restarts):
@@ -452,6 +479,10 @@ class Supervisor:
         if code and self._code is None and self._may_restart(child, code):
             self._restart(child, code)
             return
+        if code and self._code is None and is_absent and not is_first:
+            self._report(f"{child} {_how(code)} before it took part; the others go on")
+            self._late_code = self._late_code or max(code, 0)
+            code = 0
         ending = {one.process.label for one in self._workers()} & {*takewhile(child.process.label.__ne__, self._left)}
         if code > 0 and self._code is None and child.process.is_worker and ending and may_wait:
             self._failed_later.append((child, code))

@@ -15,7 +15,7 @@ import torch
 from gangline.collectives import environments
 from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
-from gangline.collectives.work import Work
+from gangline.collectives.work import Work, nesting
 from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
 from gangline.kvstore.allreduce.owners import Owners, Run
 from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
@@ -191,7 +191,8 @@ class AllReduceStore(LocalStore):
 
         def fuse() -> None:
             self._workers.group.check_same({**slots, "size": f"{bucket.numel} of {bucket.dtype}"}, "fuse")
-            make_flat(bucket, flat)
+            with nesting():
+                make_flat(bucket, flat)
             made = self._flats[bucket]
             if made.stored.is_cpu:
                 with self._workers.communicator() as communicator:  # reduced without a copy
@@ -277,7 +278,8 @@ class AllReduceStore(LocalStore):
                 self._share_updates(owners, [key for key, _ in sums], part.flat_stored, runs)
         elif self._updater is not None:
             for key, total in sums:
-                self._updater(key, total, self._entries[key].stored)
+                with nesting():
+                    self._updater(key, total, self._entries[key].stored)
         elif part.flat is not None and part.flat_stored is not None and len(sums) == len(part.keys):
             reduce([part.flat], out=part.flat_stored)
         else:
@@ -363,6 +365,7 @@ class AllReduceStore(LocalStore):
     def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> BucketPart:
         return BucketPart(keys, values, lambda key: self._entries[key].stored, self._buffer)
 
+    @torch.inference_mode(mode=False)
     def _buffer(self, key: Key) -> torch.Tensor:
         entry = self._entries[key]
         if entry.sum is None:
@@ -543,9 +546,8 @@ class AllReduceStore(LocalStore):
         return [*map(sum, zip(*(owners.nbytes for owners in self._owners.values()), strict=True))]
 
     def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:  # noqa: D102
-        group = self._group_for("save_optimizer_states", group)
-        state = self.optimizer_state(group=group)
-        if group not in self._owners or not self.rank:
+        state = self.optimizer_state(group=self._group_for("save_optimizer_states", group))
+        if not self.rank:
             files.save(Path(path), state.tensors, state.header())
 
     def _state_of(self, group: OptimizerGroup) -> OptimizerState:

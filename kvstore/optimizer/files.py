@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import os
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -13,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors import safe_open
 
 from gangline.collectives.errors import DiskFullError
 from gangline.collectives.host_files import opener
+from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.kvstore.group.serialization import bytes_of
 
 _HEADER, _CHECKSUM = "gangline", "gangline_checksum"
@@ -66,7 +68,7 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     packed = json.dumps(entries).encode()
     packed += b" " * (-len(packed) % 8)
-    with open(path, "wb", opener=opener) as file:
+    with open(path, "xb", opener=opener) as file:
         file.write(len(packed).to_bytes(8, "little") + packed)
         for tensor in on_host.values():
             file.write(bytes_of(tensor).numpy().data)
@@ -86,14 +88,32 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
     """Write a safetensors file atomically: ``path`` has either the old or the new content. OSError on failure."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-        process = left.name.removeprefix(f"{path.name}.").removesuffix(".tmp")
-        if process.isdecimal() and not psutil.pid_exists(int(process)):  # its writer was killed
+        if _is_abandoned(left.name, path.name):  # its writer was killed
             left.unlink(missing_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     with removed_on_error(temporary, path, sum(tensor.nbytes for tensor in tensors.values())):
         write_aside(temporary, tensors, header)
         temporary.replace(path)
     flush_folder(path.parent)
+
+
+def temporary_name(name: str) -> str:
+    """Return a new name of a temporary file of this process beside the file of a name; see `save`."""
+    return f"{name}.{_kernel()}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+
+
+def _is_abandoned(temporary: str, name: str) -> bool:
+    """Return whether `temporary_name` gave a name to a process that has ended.
+
+    False for processes of other hosts and containers, which cannot be seen from here.
+    """
+    kernel, _, rest = temporary.removeprefix(f"{name}.").partition(".")
+    process = rest.partition(".")[0]
+    return kernel == _kernel() and process.isdecimal() and not Path("/proc", process).exists()
+
+
+def _kernel() -> str:
+    return hashlib.sha256(kernel_identity("pid").encode()).hexdigest()[:12]
 
 
 @contextmanager

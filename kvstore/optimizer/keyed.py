@@ -99,6 +99,7 @@ class KeyedOptimizer:
         except (TypeError, ValueError) as error:
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
+    @torch.inference_mode(mode=False)  # its state is kept
     def update(
         self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]], is_wanted: Callable[[Key], bool] | None = None
     ) -> None:
@@ -222,10 +223,10 @@ class KeyedOptimizer:
         initial = float(self.spec.arguments["lr"])
         return OptimizerState(self.spec.name, initial, self._learning_rate, shapes, tensors, plain)
 
-    def load_state(self, state: OptimizerState) -> None:
-        """Load a state that `OptimizerState.check` accepts; the learning rate does not change."""
+    def load_state(self, state: OptimizerState, keys: Iterable[Key] | None = None) -> None:
+        """Load the state of keys, by default of all, that `OptimizerState.check` accepts; the learning rate stays."""
         state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})
-        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
+        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in (self.weights if keys is None else keys)}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
             encoded, _, name = place.rpartition("/")
             of_keys[json.loads(encoded)][name] = value

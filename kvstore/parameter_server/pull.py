@@ -39,7 +39,8 @@ class ShardTarget:
     def write(self, values: Tensor) -> None:
         """Write flat values of the shard into all tensors; the host does not wait for GPUs, which read a copy."""
         shard, pinned = self.shard, None
-        for out in self.outs:
+        for whole in self.outs:
+            out = host_staging.data_of(whole) if whole.is_inference() else whole
             own = values
             if out.is_cuda:
                 own = pinned = host_staging.pinned_like(values).copy_(values) if pinned is None else pinned

@@ -262,6 +262,8 @@ def _flat(value: Tensor) -> Tensor:
 
 def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:
     """Return a shard's part of row-sparse values as bytes: int64 row numbers, then rows of the shard's width."""
+    if not shard.layout.numel:  # rows without elements
+        return _EMPTY
     indices, values = rows.indices, rows.values.reshape(len(rows.indices), shard.layout.row)
     if not shard.is_whole:
         indices, inside = shard.blocks_of(indices)

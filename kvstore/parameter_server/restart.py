@@ -136,7 +136,7 @@ class Continuation:
         _log.warning("worker %d takes part from round %d on", self._scheduler.rank, first)
 
     def _pushed_by_servers(self) -> dict[Key, tuple[int, int]]:
-        """Return of keys that were pushed the least rounds of this worker on a shard, and the most of any worker."""
+        """Return for each pushed key the fewest rounds that a shard has from this worker, and the most from any."""
         done: dict[int, tuple[int, int, Key]] = {}
         for packed, _ in command(self._servers, "rounds"):
             done.update({shard: (own, most, key) for shard, own, most, key in msgpack.unpackb(packed)})

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.environments.engines import Dmlc
-from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
+from gangline.collectives.errors import DeadNodeError, GanglineError, StallError, nested_call
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
@@ -164,7 +164,8 @@ class DistStore(KVStore):
             self._check_open()
             self._deliver()
         except Exception as error:  # of an earlier push: the others must not wait for this call
-            self._refuse(name, error)
+            if not self._is_nested(error):
+                self._refuse(name, error)
             raise
         return self._exchange_now(data, name, root)
 
@@ -291,7 +292,7 @@ class DistStore(KVStore):
         self._continuation.pushes.update(self._rounds)
         command(self._servers, "resume")
         for group, found in rates.items():
-            # the first of those who pushed longest: rank 0, or one whose rate counted after rank 0's join()
+            # the rate of the worker with the most pushes; of equal ones, that of the lowest rank
             self._resume_rate(group, max(found, key=itemgetter(0))[1])
         self.barrier()
         return result.last
@@ -548,11 +549,8 @@ class DistStore(KVStore):
 
         def define() -> None:
             self._define([(key, [value]) for key, value in values.items()])
-            numbers = [
-                [shard.number for shards in old.values() for shard in shards if shard.server == server]
-                for server in range(self._servers.count)
-            ]
-            command(self._servers, "remove", [msgpack.packb(of_server) for of_server in numbers])
+            numbers = _by_server(shard for shards in old.values() for shard in shards)
+            command(self._servers, "remove", {server: (msgpack.packb(own), ()) for server, own in numbers.items()})
 
         self._workers.run_on_rank(define, "set_optimizer")
 
@@ -612,17 +610,27 @@ class DistStore(KVStore):
 
     def _state_of(self, group: OptimizerGroup) -> OptimizerState:
         self._catch_up("optimizer_state")
-        found = command(self._servers, "state", msgpack.packb(group.number))
-        return optimizer_shards.merge_states(group.spec, self._rates[group.number], self._shards_of(group), found)
+        return optimizer_shards.merge_states(
+            group.spec, self._rates[group.number], self._shards_of(group), self._state_parts(group)
+        )
+
+    def _state_parts(self, group: OptimizerGroup) -> Iterator[tuple[bytes, list[Tensor]]]:
+        """Yield the optimizer state of a group's shards, from each server in parts that messages can hold."""
+        left = _by_server(shard for shards in self._shards_of(group).values() for shard in shards)
+        while left:
+            asked = {server: (msgpack.packb([group.number, own]), ()) for server, own in left.items()}
+            for server, part in zip(sorted(left), command(self._servers, "state", asked), strict=True):
+                del left[server][: len(optimizer_shards.unpack_part(*part)[0])]
+                yield part
+            left = {server: own for server, own in left.items() if own}
 
     def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:
         self._catch_up("load_optimizer_state")
         self._workers.barrier("load_optimizer_state")
 
         def load() -> None:
-            packed = optimizer_shards.split_state(group, read(), self._shards_of(group), self._servers.count)
-            payloads, datas = [payload for payload, _ in packed], [tensors for _, tensors in packed]
-            command(self._servers, "load", payloads, datas)
+            for parts in optimizer_shards.split_state(group, read(), self._shards_of(group)):
+                command(self._servers, "load", parts)
 
         self._workers.run_on_rank(load, "load_optimizer_state")
 
@@ -642,8 +650,14 @@ class DistStore(KVStore):
         self._settle()
         return operation()
 
+    def _check_outermost(self) -> None:
+        if self._servers.is_waiting_here():
+            raise nested_call(f"a {self.type!r} store")
+        self._queue.check_outermost(f"a {self.type!r} store")
+
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed and os.getpid() == self._process:
+            self._check_outermost()
             super().close()
             is_failing = sys.exc_info()[0] is not None  # do not replace or delay the error in flight
             if is_failing:
@@ -717,6 +731,14 @@ def _finish(
         if pool is not None:
             pool.close()
     return None
+
+
+def _by_server(shards: Iterable[ShardPlacement]) -> dict[int, list[int]]:
+    """Return the numbers of shards by server."""
+    numbers: dict[int, list[int]] = {}
+    for shard in shards:
+        numbers.setdefault(shard.server, []).append(shard.number)
+    return numbers
 
 
 def _finish_unclosed(process: int, *resources: Any) -> None:

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.collectives.host_files import opener
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.host_files import ForeignFileError, opener
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.batchnorm.running_statistics import Buffers, averaged_over
@@ -161,6 +162,7 @@ def _write(saved: Checkpoint, prefix: str | Path, epoch: int | str, parts: list[
         "companions": saved.stateful,
         "other_workers": others,
         "run": saved.run,
+        "tensors": [len(saved.params), len(tensors)],
     }
     description.parent.mkdir(parents=True, exist_ok=True)
     _rename_tensors(prefix, epoch)
@@ -177,7 +179,7 @@ def _write(saved: Checkpoint, prefix: str | Path, epoch: int | str, parts: list[
             nbytes = sum(tensor.nbytes for tensor in values.values())
             files.write_aside(aside(path, nbytes), values, header)
         temporary = aside(description, len(text))
-        with open(temporary, "wb", opener=opener) as file:
+        with open(temporary, "xb", opener=opener) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -230,10 +232,26 @@ def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
             break
         if attempt == _ATTEMPTS - 1:
             raise ValueError(f"{foreign[0]} does not belong to the checkpoint that {description} describes")
-    try:
+    with naming(description):
+        expected = content.get("tensors", [len(params), len(tensors)])  # earlier versions do not count them
+        for path, held, count in zip((weights, state), (params, tensors), expected, strict=True):
+            if len(held) != count:
+                raise ValueError(f"{path} is damaged: it holds {len(held)} tensors; {description} counts {count}")
         return _assemble(description, content, params, tensors)
-    except (KeyError, TypeError, AttributeError) as error:  # JSON of another structure
-        raise ValueError(f"{description} is damaged: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def naming(path: Path | None) -> Iterator[None]:
+    """Name the file of a checkpoint in errors of this context that do not name it."""
+    try:
+        yield
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+        kind = type(error)
+        if path is None or str(path) in str(error) or isinstance(error, GanglineError):
+            raise
+        if kind in (ValueError, RuntimeError):
+            raise kind(f"checkpoint {path}: {error}") from error
+        raise ValueError(f"checkpoint {path} is damaged: {kind.__name__}: {error}") from error
 
 
 def _assemble(
@@ -474,9 +492,9 @@ def _acquire(path: Path, prefix: str | Path) -> int:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = opener(path, os.O_RDWR | os.O_CREAT)
+        except ForeignFileError:
+            raise
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise
             reason = f"checkpoint folder {path.parent} cannot be made or written: {error.strerror}"
             raise type(error)(error.errno, reason) from error
         try:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gangline.collectives.host_files import write_text
+from gangline.kvstore.optimizer.files import temporary_name
 from gangline.models.data.batches import num_samples
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.metrics.metric import EvalMetric
@@ -67,7 +67,7 @@ class TrainingProgress:
         self._copied: EvalMetric | None = None  # the original of the copy
         self._is_running = False
         self._since: float | None = None  # the end of the last update
-        self._aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        self._aside = self.path.with_name(temporary_name(self.path.name))
         _check_writable(self.path, self._aside)
         self._record = _record(self.path) if self.path.exists() else Record()
         self._cannot_write = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -187,8 +188,25 @@ def test_slurm_gives_the_same_weights(store: str, tmp_path: Path, cluster: slurm
 
 def test_a_crash_ends_the_job_of_slurm(tmp_path: Path, cluster: slurm.Slurm) -> None:
     with submit(cluster, tmp_path, "allreduce", "crash", 0) as run:
-        code, _, _ = run.end(200)
-    assert code == 3, (tmp_path / "out.txt").read_text()
+        code, _, errors = run.end(200)
+    written = (tmp_path / "out.txt").read_text()
+    assert code == 3, written
+    assert re.fullmatch(rf"gangline: job \d+ is submitted; its output goes to {tmp_path}/out.txt", errors[0])
+    assert re.fullmatch(rf"gangline: job \d+ ended with code 3; the last lines of {tmp_path}/out.txt:", errors[1])
+    assert errors[2:] == written.splitlines()[-40:]
+    assert re.search(r"^\[srun\] 0: gangline\.collectives\.errors\.DeadNodeError: rank 1 ", written, re.MULTILINE)
+
+
+def test_ctrl_c_cancels_the_job_of_slurm(tmp_path: Path, cluster: slurm.Slurm) -> None:
+    with submit(cluster, tmp_path, "allreduce", "idle", 0) as run:
+        until = time.monotonic() + 120
+        while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
+            time.sleep(0.1)
+        run.process.send_signal(signal.SIGINT)
+        code, _, errors = run.end(200)
+    assert (code, errors[-1].endswith("is cancelled")) == (130, True), errors
+    assert cluster.run("squeue", "-h", "-t", "RUNNING,PENDING").stdout == ""
 
 
 def test_slurm_queues_a_preempted_job_again(tmp_path: Path, cluster: slurm.Slurm) -> None:

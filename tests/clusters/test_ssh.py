@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gangline.launcher.engines import ssh
+from gangline.launcher.engines.hostfile import parse_hosts
+from gangline.launcher.job import JobSpec
 from tests.clusters import sshd
 from tests.kvstore.test_launch import PYTHON, ROOT, Launch
 
@@ -26,8 +29,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Sshd]:
 
 def launch(server: sshd.Sshd, code: str, *words: str, hosts: str = "node1,node2", servers: int = 0) -> Launch:
     """Launch workers that run ``code`` with their rank as ``rank``."""
-    ssh = sshd.ssh_command(server.folder, {"node1": server, "node2": server})
-    command = [sys.executable, "-m", "gangline", "launch", "--launcher", "ssh", "--ssh", ssh, "-H", hosts]
+    by = sshd.ssh_command(server.folder, {"node1": server, "node2": server})
+    command = [sys.executable, "-m", "gangline", "launch", "--launcher", "ssh", "--ssh", by, "-H", hosts]
     return Launch([*command, "-s", str(servers), *words, "--", *PYTHON, HEAD + code], cwd=ROOT)
 
 
@@ -87,6 +90,37 @@ def test_a_host_that_cannot_be_reached_is_named(server: sshd.Sshd) -> None:
         code, _, errors = run.end()
     assert code == 1
     assert "host 127.0.0.1: ssh: connect to host 127.0.0.1 port 1: Connection refused" in errors[0]
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="tests the interpreter of a virtual environment")
+def test_python_is_that_of_the_virtual_environment_of_gangline(server: sshd.Sshd) -> None:
+    command = sshd.ssh_command(server.folder, {"node1": server})
+    words = [
+        sys.executable,
+        "-m",
+        "gangline",
+        "launch",
+        "--launcher",
+        "ssh",
+        "--ssh",
+        command,
+        "-H",
+        "node1",
+        "-s",
+        "0",
+    ]
+    with Launch([*words, "--", "python", "-c", "import sys; print(sys.prefix)"], cwd=ROOT) as run:
+        assert run.end() == (0, [f"[worker 0] {sys.prefix}"], [])
+
+
+def test_hosts_that_do_not_answer_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "_ANSWER_SECONDS", 2.0)
+    script = tmp_path / "ssh"
+    script.write_text('#!/bin/sh\ncase "$*" in *" node2 "*) echo "{}" ;; *) exec sleep 100 ;; esac\n')
+    script.chmod(0o755)
+    entries = parse_hosts("node1,node2,node3")
+    with pytest.raises(RuntimeError, match=f"no answer over `{script}` within 2 s from node1, node3"):
+        ssh.plan(JobSpec(("true",), workers=3, servers=0), entries, ssh.SshOptions(str(script)))
 
 
 def test_a_setting_that_does_not_fit_a_host_is_no_question_of_its_ssh(server: sshd.Sshd) -> None:

@@ -136,7 +136,7 @@ def reduce_in_threads(core: Any, size: int) -> None:
                 found = collective(number, operand, result, option)
                 if found == -4:  # each 256th call must take the lock
                     words[3], words[0] = threading.get_ident(), words[0] + 1
-                    found, words[3] = collective(number, operand, result, option), 0
+                    found, words[3] = collective(number, operand, result, option, -1), 0
                 if found < 0 or not (wanted is None or np.array_equal(result, wanted)):
                     problems.append(f"rank {rank}: {number} {DTYPES[dtype]} {NAMES[op]} {count}: {found}")
                     return

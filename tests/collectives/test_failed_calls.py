@@ -376,3 +376,53 @@ def test_a_process_group_ends_by_abort_and_by_a_calls_own_timeout(way: str, text
     kind = "GanglineError" if way == "abort" else "StallError"
     for errors in spawn(_in_a_group, 2, str(tmp_path / "meet"), way, timeout=60):
         assert [error and tuple(error) for error in errors] == [(kind, text)] * len(errors)
+
+
+# At the limits of a process, and interrupts without the core
+
+
+def _without_threads(comm: Communicator, kind: str) -> str:
+    """Return the error of an asynchronous call whose thread rank 0 cannot start."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("gangline-") or type(thread).__name__ == "GarbageCollectorThread":
+            raise RuntimeError("can't start new thread")
+        really_start(thread)
+
+    values, really_start = torch.full((COUNT,), float(comm.rank)), threading.Thread.start
+    if comm.rank == 0:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    try:
+        if kind == "copied":
+            comm.send(values, 1) if comm.rank == 0 else comm.recv(values, 0)
+            return str(values.sum().item())
+        if kind == "collective":
+            comm.all_reduce(values, async_op=True).wait()  # type: ignore[union-attr]
+        else:
+            comm.recv(values, 1 - comm.rank, async_op=True).wait()  # type: ignore[union-attr]
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        threading.Thread.start = really_start  # type: ignore[method-assign]
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["copied", "collective", "message"])
+def test_a_process_at_its_limit_of_threads_is_named_on_all_ranks(kind: str) -> None:
+    own, other = spawn(_without_threads, 2, kind, transport="tcp", timeout=30)
+    if kind == "copied":
+        assert own == other == "0.0"
+    else:
+        assert re.search("NoThreadError: process .* can't start new thread; .*ulimit -u", own)
+        assert re.search("Error: .*rank 0.*can't start new thread", other)
+
+
+def test_an_interrupt_before_a_call_without_the_core_stays_an_interrupt() -> None:
+    [comm] = in_process(1)
+
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    comm._call_compiled = interrupt
+    with comm, pytest.raises(KeyboardInterrupt):
+        comm.all_reduce(torch.ones(2))

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,16 @@ def test_a_forked_process_gets_an_error_and_leaves_its_parents_sockets_alone(tra
             f"this communicator belongs to process {process}, from which this one was forked: open another one in the "
             "child, at another port, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
         ] * len(CALLS)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("thread_pool", "_lock"), ("devices.device_group", "_lock"), ("devices.backends.nccl", "_group_lock")],
+)
+def test_a_lock_that_a_thread_held_is_free_in_a_fork(module: str, name: str) -> None:
+    owner = import_module(f"gangline.collectives.{module}")
+    with getattr(owner, name):
+        child = os.fork()
+        if not child:
+            os._exit(getattr(owner, name).locked())
+    assert os.waitpid(child, 0)[1] == 0

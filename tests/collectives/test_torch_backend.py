@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch._C._distributed_c10d import ReduceScatterOptions
+from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.tensor.debug import CommDebugMode
 
 from gangline import Communicator
 from gangline.collectives.call_signature import DTYPES
@@ -78,6 +79,40 @@ def bits_are_combined(rank: int, size: int) -> None:
         out = torch.zeros(11, dtype=torch.int64)
         dist.reduce_scatter(out, [rows[rank] + place for place in range(size)], op)
         same(out, reduce(function, [row + rank for row in rows]))
+
+
+@case
+def comm_debug_mode_counts_as_with_gloo(rank: int, size: int) -> None:
+    values, outs = torch.full((3,), float(rank)), [torch.zeros(3) for _ in range(size)]
+    whole = torch.zeros(3 * size)
+    with CommDebugMode() as counted:
+        dist.all_reduce(values)
+        dist.broadcast(values, 0, async_op=True).wait()
+        dist.all_gather(outs, values)
+        dist.reduce_scatter(values, outs)
+        dist.all_to_all(outs, [values] * size)
+        dist.all_to_all_single(whole, torch.full((3 * size,), float(rank)))
+    operators = ("allreduce_", "broadcast_", "allgather_", "reduce_scatter_", "alltoall_", "alltoall_base_")
+    assert {str(one): number for one, number in counted.get_comm_counts().items()} == {
+        f"c10d.{n}": 1 for n in operators
+    }
+    total = size * (size - 1) // 2
+    assert {values.unique().item(), *torch.stack(outs).unique().tolist()} == {float(total * size)}
+    same(whole, torch.arange(float(size)).repeat_interleave(3))
+
+
+@case
+def a_message_to_itself_is_a_copy(rank: int, size: int) -> None:
+    received = [torch.zeros(2) for _ in range(size)]
+    calls = [(dist.isend, torch.full((2,), 10.0 * rank + peer), peer) for peer in range(size)]
+    calls += [(dist.irecv, received[peer], peer) for peer in range(size)]
+    for work in dist.batch_isend_irecv([dist.P2POp(*call) for call in calls]):
+        work.wait()
+    assert [one.unique().item() for one in received] == [10.0 * peer + rank for peer in range(size)]
+    comm, sent = group().communicator, torch.ones(2)
+    comm.send(sent, rank, 7)
+    sent.zero_()
+    same(comm.recv(torch.zeros(2), rank, 7), torch.ones(2))
 
 
 @case
@@ -583,3 +618,13 @@ def test_calls_that_reach_torch_s_backend_are_errors() -> None:
         assert "error_on_collective" in str(error)  # noqa: PT017
     made.shutdown()
     made.shutdown()
+
+
+def test_a_call_is_queued_if_another_thread_has_queued_one_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = GanglineProcessGroup(dist.HashStore(), 0, 1, timedelta(seconds=20))
+    monkeypatch.setattr(alone._queue, "run_now", lambda *_: False)
+    before, options = alone.communicator._engine.sequence, AllreduceOptions()
+    options.asyncOp = False
+    alone.allreduce([torch.ones(4)], options)
+    assert alone.communicator._engine.sequence == before + 1
+    alone.shutdown()

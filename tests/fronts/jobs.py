@@ -16,6 +16,7 @@ import torch.distributed as dist
 import gangline.horovod.torch as hvd
 from gangline import Communicator, spawn, torch_backend
 from gangline.kvstore import KVStore, create
+from gangline.kvstore.parameter_server.store import _closed_jobs
 from gangline.launcher.job import free_ports
 from tests.fronts.fronts import FRONTS, SITUATIONS, Place, play
 from tests.kvstore.parameter_server.in_process import Job
@@ -88,6 +89,7 @@ def _over_servers(comm: Communicator, name: str, *_: object) -> Iterator[Callabl
         port = int(comm.broadcast(torch.tensor(job.scheduler.port if job is not None else 0)))
         os.environ.update(DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT=str(port), DMLC_WORKER_ID=str(comm.rank))
         os.environ.update(DMLC_NUM_WORKER=str(comm.size), DMLC_NUM_SERVER="1")
+        _closed_jobs.clear()  # a scheduler may get the port of an earlier one
         yield lambda: stack.enter_context(create(name))
 
 

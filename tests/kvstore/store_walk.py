@@ -154,7 +154,8 @@ class Walk:
         """Return a device's value of key i, and the rows of it if it is row-sparse."""
         shape, rank = self.shape(cell, i), 0 if self.job.is_async else rank
         seed = (cell["number"], round_, rank, device, i)
-        is_sparse = cell["value"] == "rows" and shape and not cell["call"].endswith(("bucket", "apart"))
+        has_rows = cell["value"] == "rows" or (cell["init"] == "rows" and round_ == 1)
+        is_sparse = has_rows and shape and not cell["call"].endswith(("bucket", "apart"))
         if not is_sparse or (cell["number"] % 3 == 0 and (rank + device) % 2):
             value = numbers(shape, cell["dtype"], *seed)
             return Plain(FORMS["expanded"](value).clone() if cell["value"] == "expanded" else value), None

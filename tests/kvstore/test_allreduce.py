@@ -113,23 +113,12 @@ def init_is_refused_while_a_rank_has_joined(kv: KVStore) -> int:
     return last
 
 
-def an_updater_gets_the_sum_of_all(kv: KVStore) -> None:
-    def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
-        stored += 2 * summed
-
-    kv.init("updated", numbers(0))
-    kv.set_updater(update)
-    kv.push("updated", numbers(kv.rank))
-    assert torch.equal(pulled(kv, "updated"), numbers(0) + 2 * total(2))
-
-
 def test_two_workers() -> None:
     cases = [
         asynchronous_calls_run_in_call_order_whatever_their_priority,
         compressed_pushes_are_gathered_and_keep_their_residuals,
         a_joined_rank_keeps_its_residuals,
         init_is_refused_while_a_rank_has_joined,
-        an_updater_gets_the_sum_of_all,
     ]
     check("allreduce", 2, 0, cases)
 
@@ -328,26 +317,3 @@ def test_close_leaves_the_job_of_the_environment() -> None:
     assert left[0] == "DeadNodeError"
     assert "rank 1" in left[1]
     assert again == left
-
-
-# One process and two: the single-worker stores take weights as well
-
-
-@pytest.mark.parametrize("name", ["local", "device"])
-def test_with_one_worker_a_weighted_push_is_a_push(name: str) -> None:
-    with create(name) as kv:
-        bucket = _bucket(kv, {"p": numbers(0), "q": numbers(0)})
-        kv.init("a", numbers(1))
-        kv.push_weighted(["a", "p"], [[numbers(2), numbers(3)], None], 5)
-        assert torch.equal(pulled(kv, "a"), numbers(2) + numbers(3))
-        kv.push_weighted("a", numbers(9), 0)
-        kv.push_bucket(bucket, [{"p": numbers(4)}], ["p"], weight=2.5)
-        kv.push_bucket(bucket, [{"p": numbers(8)}], ["p"], weight=0.0)
-        assert torch.equal(pulled(kv, "a"), numbers(2) + numbers(3))
-        assert torch.equal(pulled(kv, "p"), numbers(4))
-        assert kv.join() == 0
-        kv.init("i", torch.zeros(2, dtype=torch.int32))
-        with pytest.raises(ValueError, match="which has no weighted mean"):
-            kv.push_weighted("i", torch.zeros(2, dtype=torch.int32), 1)
-        with pytest.raises(TypeError, match="weight is True"):
-            kv.push_weighted("a", numbers(0), True)

@@ -72,40 +72,6 @@ class Senders:
 # -- two bits ---------------------------------------------------------------------------------------------------------
 
 
-def test_random_steps_are_the_scalar_algorithm_bit_for_bit_and_change_no_pushed_tensor(kv: KVStore) -> None:
-    senders, generator = Senders(), torch.Generator().manual_seed(5)
-    kv.set_gradient_compression(TWO_BIT)
-    for step in range(40):
-        scale = (0.05, 0.3, 2.0)[step % 3]
-        values = [[torch.randn(SHAPES[key], generator=generator) * scale for _ in range(3)] for key in KEYS]
-        given = [[value.clone() for value in of_key] for of_key in values]
-        found = {key: torch.full(shape, 99.0) for key, shape in SHAPES.items()}
-        push_and_pull(kv, ("list", "twice", "key by key", "async", "pushpull")[step % 5], given, list(found.values()))
-        for key, of_key, pushed in zip(KEYS, values, given, strict=True):
-            assert torch.equal(found[key], senders.sum(key, of_key)), f"step {step}"
-            assert same(dict(enumerate(pushed)), dict(enumerate(of_key)))
-    assert same(kv.compression_residuals(), senders.residuals)
-
-
-def push_and_pull(kv: KVStore, call: str, values: list[list[torch.Tensor]], outs: list[torch.Tensor]) -> None:
-    if call == "pushpull":
-        kv.pushpull(KEYS, values, outs)
-    elif call == "async":
-        works = [kv.push(key, of_key, -len(of_key), async_op=True) for key, of_key in zip(KEYS, values, strict=True)]
-        for work in [*works, kv.pull(KEYS, outs, async_op=True)]:
-            work.wait(LIMIT)
-    elif call == "twice":  # a key that is named twice has a sender per value
-        kv.push([*KEYS, *KEYS], [*(of_key[:2] for of_key in values), *(of_key[2] for of_key in values)])
-        kv.pull(KEYS, outs)
-    elif call == "key by key":
-        for key, of_key in reversed(list(zip(KEYS, values, strict=True))):
-            kv.push(key, of_key)
-        kv.pull(KEYS, outs)
-    else:
-        kv.push(KEYS, values)
-        kv.pull(KEYS, outs)
-
-
 def test_a_sender_is_a_position_in_a_keys_list(kv: KVStore) -> None:
     kv.set_gradient_compression({"type": "2bit", "threshold": 1.0})
     small = torch.full(SHAPES[3], 0.5)
@@ -199,29 +165,6 @@ def test_init_assign_and_broadcast_are_not_compressed(kv: KVStore) -> None:
     kv.assign(W, gradient(W, 3))
     assert torch.equal(pulled(kv, W), gradient(W, 3))
     assert kv.compression_residuals() == {}
-
-
-def test_row_sparse_values_are_not_compressed(kv: KVStore) -> None:
-    part = RowSparse([2, 0, 2], torch.tensor([[0.1], [0.2], [0.3]]).expand(3, 6).contiguous(), (4, 6))
-    kv.set_gradient_compression(TWO_BIT)
-    kv.push(W, [part, part.to_coo()])
-    assert torch.equal(pulled(kv, W), part.to_dense() * 2)
-    assert kv.compression_residuals() == {}
-    kv.push(W, [part, gradient(W, 0)])  # of these only the second is compressed
-    assert torch.equal(pulled(kv, W), part.to_dense() + send(gradient(W, 0)))
-    assert set(kv.compression_residuals()) == {'"fc.weight"/1'}
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
-def test_integers_and_complex_numbers_are_not_compressed(kv: KVStore, dtype: torch.dtype) -> None:
-    values = [torch.tensor([0, 1, 7]).to(dtype), torch.tensor([1, 0, 9]).to(dtype)]
-    kv.init("n", values[0])
-    kv.set_gradient_compression(TWO_BIT)
-    kv.push(["n", W], [values, gradient(W, 0)])
-    out = torch.empty(3, dtype=dtype)
-    kv.pull("n", out)
-    assert torch.equal(out, values[0] + values[1])
-    assert set(kv.compression_residuals()) == {'"fc.weight"/0'}
 
 
 # -- setting and ending -----------------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
-from gangline.kvstore import KVStore
+from gangline.kvstore import KVStore, create
 from gangline.kvstore.buckets import plan
 from tests.kvstore.test_launch import launch
 
@@ -108,15 +109,6 @@ def test_an_updater_or_optimizer_set_between_two_calls_applies(kv: KVStore) -> N
         _ = kv.learning_rate
 
 
-def test_values_that_autograd_records_are_pushed_and_pulled_into(kv: KVStore) -> None:
-    values, outs = tensors(1.0), tensors(0.0)
-    values[0][0].requires_grad_()
-    outs[1][1].requires_grad_()
-    kv.pushpull(KEYS, values, outs)
-    assert all_are(outs, 3.0)
-    assert outs[1][1].is_leaf
-
-
 @pytest.mark.parametrize("lender", ["fuse", "updater"])
 def test_a_value_in_the_stores_own_memory_is_summed(kv: KVStore, lender: str) -> None:
     """The second value of each key is its stored value, which the sum must not overwrite before it is read."""
@@ -170,3 +162,11 @@ def test_a_key_above_2_gib(name: str) -> None:
     with launch("-n", "1", "-s", servers, "--", sys.executable, "-c", CODE, name) as job:
         status, out, errors = job.end(250)
     assert (status, out) == (0, ["[worker 0] right"]), errors
+
+
+def test_a_numpy_array_without_elements_is_written() -> None:
+    empty = torch.from_numpy(np.zeros((5, 0), np.float32))  # its strides are 0
+    kv = create("local")
+    kv.broadcast("none", empty, empty)
+    kv.pull("none", empty)
+    kv.pushpull("none", empty, empty)

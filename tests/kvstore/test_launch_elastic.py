@@ -71,8 +71,8 @@ def check(run: Launch, timeout: float = 60) -> list[str]:
     return errors
 
 
-def resize(run: Launch, workers: int) -> tuple[int, str]:
-    words = (sys.executable, "-m", "gangline", "resize", str(run.process.pid), str(workers))
+def resize(run: Launch, workers: int, process: int | None = None) -> tuple[int, str]:
+    words = (sys.executable, "-m", "gangline", "resize", str(process or run.process.pid), str(workers))
     ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     return ended.returncode, (ended.stdout or ended.stderr).strip()
 
@@ -111,6 +111,33 @@ def test_a_worker_that_gets_sigterm_leaves_after_its_step() -> None:
         check(run)
 
 
+@pytest.mark.slow
+def test_a_new_worker_that_is_killed_before_it_takes_part_ends_nothing() -> None:
+    with job({3: [0, 1, 3]}, "--elastic", "1:3") as run:
+        run.hear("at 3")
+        assert resize(run, 3) == (0, "2 to 3 workers: worker 2 starts")
+        ((pid, _),) = [(child, name) for child, name in workers_of(run) if name == "2"]
+        subprocess.run(("kill", "-KILL", str(pid)), check=True)
+        while resize(run, 3)[1] != "2 to 3 workers: worker 3 starts":
+            time.sleep(0.05)
+        errors = check(run)
+    assert f"gangline: worker 2 (pid {pid}) was killed by SIGKILL before it took part; the others go on" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["resize", "signal"])
+def test_a_worker_that_gets_sigterm_before_it_can_handle_it_leaves_after_its_step(way: str) -> None:
+    with job({5: [0]}, "--elastic", "1:2") as run:
+        while len(found := [child for child, name in workers_of(run) if name == "1"]) < 1:
+            time.sleep(0.01)
+        if way == "resize":
+            assert resize(run, 1) == (0, "2 to 1 workers: worker 1 is asked to leave")
+        else:
+            subprocess.run(("kill", "-TERM", str(found[0])), check=True)
+        errors = check(run)
+    assert any("worker 1" in line and "it starts again, and leaves after a round" in line for line in errors)
+
+
 def workers_of(run: Launch) -> list[tuple[int, str]]:
     """Return process ids and ranks of the workers."""
     found = []
@@ -127,8 +154,12 @@ def test_a_number_out_of_bounds_is_refused_and_changes_nothing() -> None:
     with launch("-n", "1", "-s", "1", "--elastic", "1:2", "--", sys.executable, "-c", f"print('here')\n{HELD}") as run:
         run.hear("here")
         assert resize(run, 3) == (1, "gangline: '3' workers; expected 1 to 2")
+        ((worker, _),) = workers_of(run)
+        assert resize(run, 3, worker) == (1, "gangline: '3' workers; expected 1 to 2")
         run.process.send_signal(signal.SIGTERM)
-        assert run.end()[0] == 128 + signal.SIGTERM
+        code, _, errors = run.end()
+    assert code == 128 + signal.SIGTERM
+    assert errors[0] == f"gangline: `gangline resize {run.process.pid} N` changes the number of workers"
 
 
 @pytest.mark.slow
@@ -145,7 +176,8 @@ def test_a_worker_that_comes_when_the_job_is_over_does_not_fail_it() -> None:
 
 def test_without_an_elastic_job_there_is_nothing_to_resize() -> None:
     ended = CliRunner().invoke(app, ["resize", "1", "2"])
-    assert str(ended.exception) == "no elastic job of yours has the launcher 1; expected its process id"
+    text = "no elastic job of yours has process 1; expected the id that `gangline launch` printed"
+    assert str(ended.exception) == text
 
 
 # Restarts of single processes meanwhile

@@ -96,6 +96,20 @@ def test_a_line_without_end_does_not_fill_the_memory(log: Log, monkeypatch: pyte
     assert all(line.startswith(b"[worker 0] x") for line in lines)
 
 
+def test_a_pipe_in_place_of_a_log_file_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "worker-0.log")
+    tmp_path.chmod(0o1777)
+    with launch("-n", "1", "-s", "0", "--log-dir", str(tmp_path), "--", *PYTHON, "print('here')") as run:
+        assert run.end() == (
+            1,
+            [],
+            [
+                f"gangline: the log {tmp_path}/worker-0.log cannot be written: a file that is not a regular one in a "
+                "folder that other users may write is not opened; remove it"
+            ],
+        )
+
+
 # On a full disk the job goes on, and the launcher says so
 
 

@@ -88,15 +88,6 @@ def test_inconsistent_row_sparse_parts_are_refused(
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 2, 3), (5, 0), (1, 4)], ids=str)
-def test_rows_of_any_shape(kv: KVStore, shape: tuple[int, ...]) -> None:
-    ids = [row % shape[0] for row in (3, 0, 3)]
-    part = RowSparse(ids, torch.arange(3 * torch.Size(shape[1:]).numel()).reshape(3, *shape[1:]).float(), shape)
-    kv.init("w", torch.ones(shape))
-    kv.push("w", part)
-    assert torch.equal(pulled(kv, like=torch.ones(shape)), dense(part))
-
-
 @pytest.mark.parametrize("more", ["rows only", "beside a dense value"])
 def test_half_precision_rows_are_summed_in_float32(kv: KVStore, more: str) -> None:
     values = torch.tensor([[2048.0], [1.0], [1.0]], dtype=torch.float16)
@@ -429,72 +420,6 @@ def test_a_wrong_row_pull_is_named_at_once_and_writes_nothing(kv: KVStore, case:
     assert torch.equal(out.values, table()[[4]] * 2)
 
 
-# -- against a plain dictionary ---------------------------------------------------------------------------------------
-
-CALLS = ["push", "push mixed", "push dense", "push both keys", "pushpull", "assign", "assign rows"]
-CALLS += ["pull", "pull rows", "pull rows dense"]
-rows = st.lists(st.integers(0, 3), max_size=5)
-calls = st.lists(
-    st.tuples(
-        st.sampled_from(CALLS),
-        st.sampled_from(["a", 3]),
-        st.lists(rows, min_size=1, max_size=3),
-        st.booleans(),
-    ),
-    max_size=12,
-)
-Model = dict[Any, dict[int, float]]
-
-
-@pytest.mark.parametrize("updater", [False, True], ids=["replacing", "adding"])
-@pytest.mark.parametrize("name", STORES)
-@given(calls)
-def test_any_sequence_of_calls_equals_a_model_with_dictionaries_of_rows(
-    name: str, updater: bool, sequence: list[tuple[str, Any, list[list[int]], bool]]
-) -> None:
-    model: Model = {key: dict.fromkeys(range(4), float(place)) for place, key in enumerate(["a", 3])}
-    checks: list[tuple[Any, dict[int, float]]] = []
-    with create(name) as kv:
-        kv.init(list(model), [torch.full((4, 2), of_key[0]) for of_key in model.values()])
-        if updater:
-            kv.set_updater(add_rows)
-        works = []
-        for number, (call, key, many, async_op) in enumerate(sequence):
-            if call.startswith("push"):
-                values, total = made(call, many, number + 1)
-                for pushed_key in list(model) if call == "push both keys" else [key]:
-                    before = model[pushed_key]
-                    model[pushed_key] = {row: total[row] + (before[row] if updater else 0) for row in range(4)}
-                if call == "pushpull":
-                    checks.append((out := torch.empty(4, 2), dict(model[key])))
-                    works.append(kv.pushpull(key, values, out, async_op=async_op))
-                elif call == "push both keys":
-                    works.append(kv.push(["a", 3], [values, [one.to_dense() for one in values]], async_op=async_op))
-                else:
-                    works.append(kv.push(key, values, async_op=async_op))
-            elif call == "assign rows":
-                kv.assign(key, RowSparse(many[0], torch.full((len(many[0]), 2), float(number)), (4, 2)))
-                model[key] = {row: float(number * many[0].count(row)) for row in range(4)}
-            elif call == "assign":
-                kv.assign(key, torch.full((4, 2), float(number)))
-                model[key] = dict.fromkeys(range(4), float(number))
-            elif call == "pull":
-                checks.append((out := torch.empty(4, 2), dict(model[key])))
-                works.append(kv.pull(key, out, async_op=async_op))
-            else:
-                one: Any = RowSparse([], torch.zeros(0, 2), (4, 2))
-                absent = 0.0
-                if call.endswith("dense"):
-                    one, absent = torch.full((4, 2), -9.0), -9.0
-                checks.append((one, {row: model[key][row] if row in many[0] else absent for row in range(4)}))
-                works.append(kv.row_sparse_pull(key, one, row_ids=many[0], async_op=async_op))
-        for work in works:
-            work.wait(LIMIT)
-    for found, expected in checks:
-        whole = found.to_dense() if isinstance(found, RowSparse) else found
-        assert whole.tolist() == [[expected[row]] * 2 for row in range(4)]
-
-
 def add_rows(key: Any, summed: RowSparse | torch.Tensor, stored: torch.Tensor) -> None:
     """Add, and change the sum, which an updater may."""
     if isinstance(summed, RowSparse):
@@ -503,22 +428,6 @@ def add_rows(key: Any, summed: RowSparse | torch.Tensor, stored: torch.Tensor) -
         summed.indices.zero_()
     else:
         stored.add_(summed)
-
-
-def made(call: str, many: list[list[int]], number: int) -> tuple[list[Any], dict[int, float]]:
-    """Return values to push and their sum by row: device d's i-th row holds number * 10 + d."""
-    total = dict.fromkeys(range(4), 0.0)
-    values: list[Any] = []
-    for device, ids in enumerate(many):
-        worth = float(number * 10 + device)
-        for row in ids:
-            total[row] += worth
-        part = RowSparse(ids, torch.full((len(ids), 2), worth), (4, 2))
-        values.append(part if call == "push" else dense(part) if call == "push dense" else (part.to_coo()))
-    if call == "push mixed":
-        values.append(torch.ones(4, 2))
-        total = {row: worth + 1 for row, worth in total.items()}
-    return values, total
 
 
 # -- what a push costs ------------------------------------------------------------------------------------------------

@@ -8,14 +8,11 @@ import subprocess
 import sys
 import threading
 from importlib import import_module
-from itertools import chain, permutations
+from itertools import permutations
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from gangline import Communicator, Work
@@ -69,19 +66,6 @@ def test_any_str_or_int_is_a_key(kv: KVStore) -> None:
     kv.init(keys, [ranked(index) for index in range(len(keys))])
     for index, key in enumerate(keys):
         assert torch.equal(pulled(kv, key), ranked(index))
-
-
-def test_values_of_any_shape_and_type(kv: KVStore) -> None:
-    for shape in ((), (0,), (0, 3), (1,), (2, 1, 3, 1), (2, 3)):
-        kv.init(str(shape), ranked(1, shape))
-        kv.push(str(shape), [ranked(0, shape), ranked(1, shape)])
-        assert torch.equal(pulled(kv, str(shape), shape), over(2, shape))
-    others = torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64
-    for dtype in others:
-        kv.init(str(dtype), ranked(1).to(dtype))
-        assert torch.equal(pulled(kv, str(dtype), dtype=dtype), ranked(1).to(dtype))
-        kv.push(str(dtype), [ranked(0).to(dtype), ranked(1).to(dtype)])
-        assert torch.equal(pulled(kv, str(dtype), dtype=dtype), over(2).to(dtype))
 
 
 # -- async ------------------------------------------------------------------------------------------------------------
@@ -155,142 +139,6 @@ def test_an_error_of_the_updater_reaches_the_caller_and_the_store_stays_usable(
     kv.push("w", ranked(2), async_op=True).wait(LIMIT)
     assert torch.equal(pulled(kv, "w"), ranked(1) + ranked(2))
     assert torch.equal(pulled(kv, "bad"), torch.zeros(2, 3))
-
-
-def wide(value: torch.Tensor) -> torch.Tensor:
-    """Return a view of every other row and column of a larger tensor of -77."""
-    larger = torch.full((2 * value.shape[0], 2 * value.shape[1]), -77.0)
-    larger[::2, ::2] = value
-    return larger[::2, ::2]
-
-
-def read_only(value: torch.Tensor) -> Any:
-    array = value.numpy().copy()
-    array.flags.writeable = False
-    return array
-
-
-WRITABLE: dict[str, Any] = {
-    "tensor": torch.Tensor.clone,
-    "transposed": lambda value: value.t().contiguous().t(),
-    "with gaps": wide,
-    "parameter": lambda value: torch.nn.Parameter(value.clone()),
-    "array": lambda value: value.numpy().copy(),
-    "array with gaps": lambda value: wide(value).numpy(),
-}
-FORMS: dict[str, Any] = WRITABLE | {
-    "read-only": read_only,
-    "backwards": lambda value: np.ascontiguousarray(value.numpy()[::-1])[::-1],
-    "big endian": lambda value: value.numpy().astype(">f4"),
-    "little endian": lambda value: value.numpy().astype("<f4"),
-}
-"""Forms of a value."""
-
-
-def values_of(form: Any) -> torch.Tensor:
-    return form.detach().clone() if isinstance(form, torch.Tensor) else torch.from_numpy(np.array(form, np.float32))
-
-
-def check_gaps(form: Any) -> None:
-    """Check that nothing was written around a view."""
-    around = form.base if isinstance(form, np.ndarray) and form.base is not None else None
-    around = form._base if isinstance(form, torch.Tensor) and form._is_view() else around
-    if around is not None and around.shape == (4, 6):
-        assert (around[1::2] == -77).all()
-        assert (around[:, 1::2] == -77).all()
-
-
-def update(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
-    stored.sub_(summed)
-    summed.fill_(1e6)  # it may change what it is given
-
-
-keys = st.lists(st.sampled_from(["a", "b", 3, "3"]), min_size=1, max_size=3)
-calls = st.lists(
-    st.tuples(
-        st.sampled_from(["push", "pushpull", "pushpull in place", "pull", "assign", "broadcast", "set_updater"]),
-        keys,
-        st.integers(1, 5),
-        st.integers(-2, 2),
-        st.booleans(),
-        st.sampled_from([tuple, list]),
-        st.lists(st.sampled_from(sorted(FORMS)), min_size=6, max_size=6),
-        st.lists(st.sampled_from(sorted(WRITABLE)), min_size=6, max_size=6),
-    ),
-    max_size=12,
-)
-
-
-@pytest.mark.parametrize("name", ["local", "device"])
-@settings(max_examples=settings.default.max_examples * 2)  # type: ignore[union-attr]
-@given(calls)
-def test_any_sequence_of_calls_equals_a_model_with_a_dict(name: str, sequence: list[Any]) -> None:
-    """Values are tensors and arrays of any layout, keys alone or in lists and tuples, calls asynchronous or not."""
-    model: dict[Any, torch.Tensor] = {key: ranked(index) for index, key in enumerate(["a", "b", 3, "3"])}
-    given_first = [value.clone() for value in model.values()]
-    is_updated = False
-    checks: list[tuple[Any, torch.Tensor]] = []
-    with create(name) as kv:
-        kv.init(list(model), given_first)
-        for value in given_first:
-            value.fill_(-5)  # the store has its own
-        works = []
-        for number, (call, chosen, devices, priority, is_async, kind, forms, out_forms) in enumerate(sequence):
-            if call == "set_updater":
-                kv.set_updater(update)
-                is_updated = True
-                continue
-            pool = out_forms if call == "pushpull in place" else forms
-            numbers = [[ranked(number + 7 * i + d) for d in range(devices)] for i in range(len(chosen))]
-            values = [[FORMS[pool[(i + d) % 6]](value) for d, value in enumerate(of)] for i, of in enumerate(numbers)]
-            outs = [[WRITABLE[out_forms[(i + d) % 6]](ranked(99)) for d in range(devices)] for i in range(len(chosen))]
-            many = [kind(of) if len(of) > 1 else of[0] for of in values]
-            many_outs = [kind(of) if len(of) > 1 else of[0] for of in outs]
-            arguments = (kind(chosen), kind(many)) if number % 2 or len(chosen) > 1 else (chosen[0], many[0])
-            into = kind(many_outs) if number % 2 or len(chosen) > 1 else many_outs[0]
-            options: Any = {"priority": priority, "async_op": is_async}
-            if call.startswith("push"):
-                for key in dict.fromkeys(chosen):
-                    addends = [value for i, one in enumerate(chosen) if one == key for value in numbers[i]]
-                    total = torch.stack(addends).sum(0)
-                    model[key] = model[key] - total if is_updated else total
-            if call == "push":
-                works.append(kv.push(*arguments, **options))
-            elif call == "pushpull":
-                works.append(kv.pushpull(*arguments, into, **options))
-            elif call == "pushpull in place":
-                works.append(kv.pushpull(*arguments, **options))
-                outs = values
-            elif call == "pull":
-                works.append(kv.pull(arguments[0], into, **options))
-            elif call == "assign":
-                kv.assign(chosen[0], values[0][0])
-                model[chosen[0]] = numbers[0][0]
-            else:
-                model[f"new {number}"] = numbers[0][0]
-                works.append(kv.broadcast(f"new {number}", values[0][0], kind(outs[0]), async_op=is_async))
-                outs, chosen = outs[:1], [f"new {number}"]
-            assert is_async or call == "assign" or works[-1].is_completed()
-            if call not in ("push", "assign"):
-                checks += [(out, model[key]) for key, of_key in zip(chosen, outs, strict=True) for out in of_key]
-            given_values = zip(chain.from_iterable(values), chain.from_iterable(numbers), strict=True)
-            if call == "pushpull in place":
-                continue
-            if is_async and call != "assign":
-                checks += given_values
-                continue
-            for form, value in given_values:  # nothing was written to what was pushed, and it may change afterwards
-                assert torch.equal(values_of(form), value)
-                if isinstance(form, torch.Tensor):
-                    form.data.fill_(-77)
-        for work in works:
-            work.wait(LIMIT)
-            assert work.is_completed()
-            assert work.exception() is None
-        for out, expected in checks:
-            assert torch.equal(values_of(out), expected)
-            check_gaps(out)
-        assert all(torch.equal(pulled(kv, key), value) for key, value in model.items())
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

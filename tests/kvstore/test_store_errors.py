@@ -115,6 +115,8 @@ CASES: list[Case] = [
     ("async push, unknown", lambda kv: kv.push("nope", G, async_op=True), KeyError, "'nope'"),
     # -- what is no updater, no rate, or comes without an optimizer
     ("set_updater, number", lambda kv: kv.set_updater(3), TypeError, "updater is 3; expected a function"),
+    ("push_weighted, bool", lambda kv: kv.push_weighted("w", G, True), TypeError, "weight is True"),
+    ("push_weighted, integers", lambda kv: kv.push_weighted(7, N, 1), ValueError, "which has no weighted mean"),
     ("save, no optimizer", lambda kv: kv.save_optimizer_states("/nowhere/states"), RuntimeError, "set_optimizer"),
     ("load, no optimizer", lambda kv: kv.load_optimizer_state(STATE), RuntimeError, "needs an optimizer; call"),
     ("set_learning_rate, no optimizer", lambda kv: kv.set_learning_rate(0.1), RuntimeError, "set_optimizer"),

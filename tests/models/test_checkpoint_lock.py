@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -102,22 +106,68 @@ def _try(comm: Communicator, prefix: str) -> list[bool]:
     return held
 
 
-@pytest.mark.parametrize("name", ["net.lock", f"states.{os.getpid()}.tmp"], ids=["lock", "states"])
-def test_a_link_in_a_folder_that_others_may_write_is_not_followed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("link", "a symbolic link in a folder that other users may write is not followed"),
+        ("pipe", "a file that is not a regular one in a folder that other users may write is not opened"),
+        pytest.param(
+            "file",
+            "a file of user 65534 in a folder that other users may write is not opened",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of another user"),
+        ),
+    ],
+)
+def test_a_file_of_another_user_in_a_folder_that_others_may_write_is_not_used(
+    kind: str, text: str, tmp_path: Path
+) -> None:
     shared, precious = tmp_path / "shared", tmp_path / "precious"
     shared.mkdir()
     precious.write_text("precious")
-    (shared / name).symlink_to(precious)
-
-    def write() -> None:
-        with writing(shared / "net"):
-            files.save(shared / "states", {"a": torch.ones(3)}, {})
-
-    shared.chmod(0o777)
-    text = f"a symbolic link in a folder that other users may write is not followed; remove it: '{shared / name}'"
-    with pytest.raises(OSError, match=re.escape(text)):
-        write()
+    placed = [shared / "net.lock", shared / f"states.{os.getpid()}.tmp"]
+    for path in placed:
+        if kind == "link":
+            path.symlink_to(precious)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.touch(0o666)
+            os.chown(path, 65534, 65534)
+    shared.chmod(0o1777)
+    with pytest.raises(OSError, match=re.escape(f"{text}; remove it: '{placed[0]}'")), writing(shared / "net"):
+        pass
     assert precious.read_text() == "precious"
-    (shared / name).unlink(missing_ok=True)
-    write()
-    assert [path.name for path in shared.iterdir()] == ["states"]
+    placed[0].unlink()
+    with writing(shared / "net"):
+        files.save(shared / "states", {"a": torch.ones(3)}, {})
+    assert sorted(path.name for path in shared.iterdir()) == sorted([placed[1].name, "states"])
+
+
+SAVE = """
+import sys, torch; from pathlib import Path
+from gangline.kvstore.optimizer import files
+print(flush=True)
+input()
+for _ in range(40): files.save(Path(sys.argv[1]), {"w": torch.zeros(1 << 16)}, {})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and the command unshare")
+def test_processes_of_one_id_in_two_containers_save_to_one_path(tmp_path: Path) -> None:
+    command = ["unshare", "-pf", "--mount-proc", sys.executable, "-c", SAVE, str(tmp_path / "states")]
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            for _ in range(2)
+        ]
+        for one in both:
+            assert one.stdout is not None
+            one.stdout.readline()
+        for one in both:
+            assert one.stdin is not None
+            one.stdin.write("\n")
+            one.stdin.flush()
+        assert [(*one.communicate(timeout=60), one.returncode) for one in both] == [("", "", 0)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]

@@ -197,6 +197,24 @@ def test_saving_changes_nothing_of_the_run(tmp_path: Path) -> None:
     assert same_bits(with_checkpoints, without)
 
 
+def test_files_of_a_checkpoint_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    module = Module(nn.Linear(2, 2), nn.MSELoss(), cpu())
+    module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
+    module.forward_backward_update(torch.ones(1, 2), torch.ones(1, 2))
+    module.save_checkpoint(tmp_path / "net", 0, save_optimizer_states=True)
+    weights, state, description = checkpoint.paths_of(tmp_path / "net", 0)
+    _, header = checkpoint.files.load(state)
+    whole = state.read_bytes()
+    checkpoint.files.save(state, {}, header)
+    with pytest.raises(ValueError, match=f"{state} is damaged: it holds 0 tensors; {description} counts 2"):
+        checkpoint.read(tmp_path / "net", 0)
+    state.write_bytes(whole)
+    params, header = checkpoint.files.load(weights)
+    checkpoint.files.save(weights, {"other": params["bias"], "weight": params["weight"]}, header)
+    with pytest.raises(RuntimeError, match=f"checkpoint {description}: parameters \\['bias'\\] are missing"):
+        Module.load(tmp_path / "net", 0, network=nn.Linear(2, 2), loss=nn.MSELoss())
+
+
 @pytest.mark.parametrize("step", range(12))
 def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int

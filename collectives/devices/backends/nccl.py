@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,15 @@ _Call = tuple[str, int, Tensor, Tensor, str | None] | tuple[str, int, Tensor, Te
 _group_lock = threading.Lock()  # concurrent groups could launch kernels in different orders on different GPUs
 _unsupported: set[torch.dtype] = set()
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+
+
+def _renew_lock() -> None:
+    """Replace the lock in a forked process, whose parent's threads may have held it."""
+    global _group_lock
+    _group_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Nccl(Backend):

@@ -47,6 +47,7 @@ class Workspace:
                 if buffer.kind != "tensor" and buffer not in self._buffers:
                     self._buffers[buffer] = self._allocate(buffer)
 
+    @torch.inference_mode(mode=False)
     def _allocate(self, buffer: Buffer) -> Tensor:
         device = self._devices[buffer.position]
         if buffer.kind == "device":

@@ -108,6 +108,7 @@ class Segment:
         self._view = memoryview(self._bytes).cast("B")
 
     @cached_property
+    @torch.inference_mode(mode=False)  # it is kept, and must be writable outside of that mode
     def _tensor(self) -> Tensor:
         return torch.frombuffer(self._bytes, dtype=torch.uint8)
 
@@ -115,6 +116,7 @@ class Segment:
         """Return a part of the segment, which keeps the whole mapping alive."""
         return Segment(self._mapping, nbytes, self._offset + offset)
 
+    @torch.inference_mode(mode=False)
     def exported(self, nbytes: int, dead: deque[int], number: int) -> Tensor:
         """Return the first bytes as a uint8 tensor; ``number`` is appended to ``dead`` once nothing refers to them."""
         memory = (ctypes.c_uint8 * nbytes).from_address(self.address)

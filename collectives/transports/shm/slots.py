@@ -76,6 +76,7 @@ class SharedSlotExchange(SlotExchange):
         """Return the bytes of shared memory that each of ``size`` ranks needs."""
         return padded(FutexWakeup.nbytes(size)) + padded(_SEGMENT_BYTES)
 
+    @torch.inference_mode(mode=False)  # callers keep them
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
         offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + SLOT_BYTES]
         return [[segment.tensor(offset, nbytes).view(dtype) for segment in self._segments] for offset in offsets]
@@ -134,9 +135,9 @@ class CompiledSlotExchange(SharedSlotExchange):
         """Return a function that runs a collective of plain tensors, contiguous and on the CPU.
 
         Its arguments are a number in `call_signature.COLLECTIVES`; a tensor; a tensor for the result, or None to work
-        in place; the operation of a reduction or the root of a broadcast; and optionally the maximum bytes of a tensor.
-        It returns `compiled_core.DONE`, or without effect DECLINED for other calls or HELD if the call must take the
-        lock. A thread that holds the lock has counted the call.
+        in place; the operation of a reduction or the root of a broadcast; and, by a caller that holds the lock and has
+        counted the call, the maximum bytes of a tensor, -1 for the table's. It returns `compiled_core.DONE`, or without
+        effect DECLINED for other calls or HELD if the call must take the lock.
 
         Args:
             wait: waits once for late ranks.

@@ -310,6 +310,7 @@ class _ReceiveQueue:
         self._read = 0
 
     @cached_property
+    @torch.inference_mode(mode=False)
     def scratch(self) -> Tensor:
         """Buffer for pieces read from the source's memory: a new one each time would cost more than the read."""
         return torch.empty(PIECE, dtype=torch.uint8, device="cpu")

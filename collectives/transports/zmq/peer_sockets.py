@@ -36,6 +36,8 @@ _HALF = 16  # bytes of the token that each side sends as its hello
 _DESCRIPTORS = 16  # of a context
 _DESCRIPTORS_PER_PEER = 5  # two sockets, the monitor's other end, a connection, and a listener on one of the two sides
 _GROUPS_TO_COME = 16  # meshes of sockets for which the limit of open files is raised at a time
+_NO_THREAD = ("can't start new thread", "zmq gc socket requested during shutdown")
+"""Errors of pyzmq's thread that frees messages: at a limit of threads, and at interpreter exit, it can only copy."""
 _LONGEST_SOCKET_NAME = 107  # bytes (unix(7), sun_path)
 _NAME = b"gangline-"  # ZeroMQ reserves routing ids that begin with a zero byte
 
@@ -290,8 +292,11 @@ class PeerSocket:
                 self.socket.send(self._routing_id, zmq.NOBLOCK | zmq.SNDMORE)
             try:
                 return self.socket.send(message, zmq.NOBLOCK, copy=copy, track=track)
-            except RuntimeError:  # at interpreter exit pyzmq can only copy messages
-                return self.socket.send(message, zmq.NOBLOCK)
+            except RuntimeError as error:
+                if not str(error).startswith(_NO_THREAD):
+                    raise
+                self.socket.send(message, zmq.NOBLOCK)
+                return zmq.MessageTracker() if track else None  # it is done: the message is copied
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 raise zmq.Again from None

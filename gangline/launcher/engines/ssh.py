@@ -11,7 +11,9 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -28,6 +30,8 @@ _OPTIONS = (
     *("-oControlMaster=no", "-oForwardAgent=no", "-oEscapeChar=none"),
     *("-oServerAliveInterval=15", "-oServerAliveCountMax=4"),  # end when the host cannot be reached for a minute
 )
+_ANSWER_SECONDS = 120.0
+"""Time for all hosts to describe themselves; the first import of gangline from a slow disk takes a minute."""
 _AGENT = "gangline.launcher.engines.ssh_agent"
 
 
@@ -104,11 +108,34 @@ def _describe(entries: Sequence[HostEntry], options: SshOptions) -> list[dict[st
         )
         for entry in entries
     ]
-    requests = [{"interface": options.interface, "slots": entry.slots, "gpus": entry.gpus} for entry in entries]
+    try:
+        for entry, process in zip(entries, started, strict=True):
+            assert process.stdin is not None
+            request = {"interface": options.interface, "slots": entry.slots, "gpus": entry.gpus}
+            with suppress(BrokenPipeError):  # it has ended with an error
+                process.stdin.write(f"{json.dumps(request)}\n".encode())
+                process.stdin.flush()
+        return _answers(entries, started, options)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def _answers(
+    entries: Sequence[HostEntry], started: Sequence[subprocess.Popen[bytes]], options: SshOptions
+) -> list[dict[str, Any]]:
     own = version("gangline")
     found = []
-    for entry, process, request in zip(entries, started, requests, strict=True):
-        out, errors = process.communicate(f"{json.dumps(request)}\n".encode())
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    for entry, process in zip(entries, started, strict=True):
+        try:
+            out, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            silent = [one.name for one, other in zip(entries, started, strict=True) if other.poll() is None]
+            raise RuntimeError(
+                f"no answer over `{options.command}` within {_ANSWER_SECONDS:g} s from {', '.join(silent)}"
+            ) from None
         try:
             found.append(json.loads(out.splitlines()[-1]))  # a profile may have printed something before
         except (IndexError, ValueError):

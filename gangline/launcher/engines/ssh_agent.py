@@ -75,8 +75,9 @@ def _find_address(wanted: str | None, connection: str) -> tuple[str, str]:
 
 
 def _run(document: Mapping[str, Any]) -> int:
-    own, path = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = f"{path}{os.pathsep}{own}"  # `gangline` is found there without an active environment
+    # `gangline` is found without an active environment, and so is `python` if it is a virtual environment's.
+    words = [os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)]
+    os.environ["PATH"] = os.pathsep.join(words if sys.prefix == sys.base_prefix else reversed(words))
     processes = [Process.from_plain(one) for one in document["processes"]]
     key = JobKey.from_hex(document["key"])
     reports = Reports(Path(document["log_dir"]) if document["log_dir"] else None, document["name"])

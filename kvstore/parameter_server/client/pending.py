@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,26 +127,25 @@ def request_all(servers: ServerClient, requests: Sequence[Request], what: str) -
 def command(
     servers: ServerClient,
     name: str,
-    payload: bytes | Sequence[bytes] = b"",
-    datas: Sequence[Sequence[Tensor]] | None = None,
+    payload: bytes | Mapping[int, tuple[bytes, Sequence[Tensor]]] = b"",
 ) -> list[tuple[bytes, list[Tensor]]]:
-    """Run a command on every server and return payload and tensors of each result, in rank order."""
+    """Run a command on servers and return payload and tensors of each result, in rank order.
+
+    Args:
+        servers: connections.
+        name: of the command.
+        payload: for all servers; or payload and tensors by rank, for some.
+    """
     results: dict[int, tuple[bytes, list[Tensor]]] = {}
+    if isinstance(payload, bytes):
+        payload = dict.fromkeys(range(servers.count), (payload, ()))
 
-    def request(server: int) -> Request:
-        own = payload if isinstance(payload, bytes) else payload[server]
-
+    def request(server: int, own: bytes, tensors: Sequence[Tensor]) -> Request:
         def on_answer(answer: CommandResult, data: list[Tensor]) -> bool:
             results[server] = answer.payload, data
             return True
 
-        return Request(
-            server,
-            Command(0, name, own),
-            name,
-            frames=[frame_of(one) for one in (() if datas is None else datas[server])],
-            on_answer=on_answer,
-        )
+        return Request(server, Command(0, name, own), name, frames=[*map(frame_of, tensors)], on_answer=on_answer)
 
-    request_all(servers, [request(server) for server in range(servers.count)], name)
-    return [results[server] for server in range(servers.count)]
+    request_all(servers, [request(server, *of_server) for server, of_server in payload.items()], name)
+    return [results[server] for server in sorted(results)]

@@ -31,6 +31,7 @@ from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.work import GuardedLock
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address, start_echo
@@ -131,8 +132,8 @@ class SchedulerClient:
         self._heartbeat, self._limit = bounds.heartbeat, bounds.heartbeat_limit
         self._restart_limit = bounds.restart_limit
         self._pending: dict[object, tuple[Future[Any], Message]] = {}  # by key of the expected answer
-        self._lock = threading.Lock()
-        self._numbering = threading.Lock()  # protects numbers; collectives are sent in their order
+        self._lock = GuardedLock()
+        self._numbering = GuardedLock()  # protects numbers; collectives are sent in their order
         self._outbox: list[Message] = []
         self._ending = threading.Event()
         self._address = scheduler

@@ -24,6 +24,7 @@ from gangline.collectives.liveness.status_socket import Part, Wait, publish, wit
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
+from gangline.collectives.work import GuardedLock
 from gangline.kvstore.group.remote_errors import hint, make_error
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
@@ -102,8 +103,9 @@ class ServerClient:
         self._order = itertools.count()
         self._outbox: list[tuple[int, int, Request]] = []  # heap of (-priority, order, request)
         self._queued = 0  # bytes in the outbox
-        self._lock = threading.Lock()  # protects the outbox
+        self._lock = GuardedLock()  # protects the outbox
         self._driving = threading.Lock()  # held by the thread that drives the sockets
+        self._waiting: set[int] = set()  # ids of threads in `wait`
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._idle = threading.Condition()  # protects the next two
@@ -150,7 +152,11 @@ class ServerClient:
         return memory
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its callbacks run in the thread that drives the sockets."""
+        """Queue a request; its callbacks run in the thread that drives the sockets. ValueError if it is too large."""
+        if request.nbytes > protocol.MAX_SHARD:
+            raise ValueError(
+                f"{request.what} has {request.nbytes} bytes for one message; expected at most {protocol.MAX_SHARD}"
+            )
         if self._failure is not None:
             request.on_error(request, self._failure)
             return
@@ -225,7 +231,22 @@ class ServerClient:
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Drive the sockets, or wait while another thread does, until a condition holds."""
-        ended = is_over()
+        if not is_over():
+            self._waiting.add(threading.get_ident())
+            try:
+                self._drive_until(is_over)
+            finally:
+                self._waiting.discard(threading.get_ident())
+        for connection in self._connections:
+            if connection.channel.is_full:  # bytes are left in its queue
+                self.drive_in_background()
+
+    def is_waiting_here(self) -> bool:
+        """Return whether this thread waits in a call, which a signal handler may have interrupted."""
+        return threading.get_ident() in self._waiting
+
+    def _drive_until(self, is_over: Callable[[], bool]) -> None:
+        ended = False
         while not ended:
             if self._driving.acquire(timeout=0.002):
                 try:
@@ -242,9 +263,6 @@ class ServerClient:
                     self._send_queued()
             else:
                 ended = is_over()
-        for connection in self._connections:
-            if connection.channel.is_full:  # bytes are left in its queue
-                self.drive_in_background()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Close the sockets once servers have received all requests; fail pending requests. Idempotent.

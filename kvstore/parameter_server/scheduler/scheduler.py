@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 
 import zmq
 
 from gangline.collectives.environments.restart import (
+    ENTERED,
     KEPT_MEMORY,
     LAUNCHER_FD,
     LOST,
@@ -272,6 +274,7 @@ class Scheduler:
             for one in self._state.members.values():  # sending shows which connections are lost
                 self._send(one, protocol.Heartbeat())
         if self._state.assign_ranks():
+            self._tell_entered(self._state.views.newest)
             for one in self._state.members.values():
                 self._send(one, self._registered(one))
 
@@ -318,6 +321,7 @@ class Scheduler:
             self._send_to_role("worker", protocol.ViewQuery(views.asked))
         if views.make():
             first, ranks = views.table[-1]
+            self._tell_entered(ranks)
             _log.warning("from round %d on the workers are %s", first, ", ".join(map(str, sorted(ranks))))
             self._send_to_role("server", protocol.ViewChange(views.asked, first, sorted(ranks)))
         if views.confirm(member.rank for member in state.of_role("server") if not member.is_gone):
@@ -451,6 +455,12 @@ class Scheduler:
             self._send_now(member, protocol.Rejected(StallError.__name__, text))
         self._tell_launcher(LOST)
         raise StallError(text)
+
+    def _tell_entered(self, ranks: Iterable[int]) -> None:
+        """Tell the launcher which workers the others need until they leave."""
+        if self._state.is_elastic:
+            for rank in ranks:
+                self._tell_launcher(ENTERED + b"worker %d" % rank)
 
     def _tell_launcher(self, line: bytes) -> None:
         if self._launcher_fd:

@@ -19,12 +19,16 @@ from gangline.kvstore.optimizer.clipping import THRESHOLDS, norm, scale_
 from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
+from gangline.kvstore.parameter_server.protocol import MAX_SHARD
 from gangline.kvstore.parameter_server.server.shards import Shard
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
 from gangline.kvstore.sparse import RowSparse
 
 _JOINED_BYTES = 1 << 20
 """Bytes of small tensors that share a data frame, so that a state of many keys does not need too many frames."""
+_PART_BYTES = 64 << 20
+"""Bytes of optimizer state that share a message: both ends need memory for a copy of it."""
+_PART_SHARDS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class ShardOptimizers:
             optimizer.learning_rate = learning_rate
         weight = shard.weight
         if isinstance(gradient, RowSparse):
-            rows = gradient.values.to(weight.dtype).view(-1, *weight.shape[1:])
+            rows = gradient.values.to(weight.dtype).view(len(gradient.indices), *weight.shape[1:])
             optimizer.update([(shard.number, RowSparse(gradient.indices, rows, weight.shape))])
         else:
             optimizer.update([(shard.number, gradient.view(weight.shape))])
@@ -170,26 +174,29 @@ class ShardOptimizers:
         """Set the learning rate of the shards of a thread, as of their last update."""
         self._of_threads[thread].learning_rate = learning_rate
 
-    def state(self, shards: Iterable[Shard]) -> tuple[bytes, list[Tensor]]:
-        """Return the state of all shards: description and tensors."""
+    def state(self, shards: Sequence[Shard]) -> tuple[bytes, list[Tensor]]:
+        """Return the state of the first of these shards, as many as fit a message and at least one: see `StatePart`."""
+        part = StatePart()
         for shard in shards:
-            self._optimizer_of(shard)
-        state = OptimizerState.merged([optimizer.state() for optimizer in self._of_threads])
-        described = [[name, name_of_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()]
-        header = [self._spec.name, state.initial_learning_rate, state.learning_rate, state.plain, described]
-        return bytes(msgpack.packb(header)), _joined(state.tensors.values())
+            state = self._optimizer_of(shard).state_of(shard.number)
+            if not part.takes(shard.number, shard.key, state):
+                break
+        return part.packed()
 
-    def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> None:
-        """Replace the state by a result of `split_state`; ValueError if it does not fit."""
-        _, name, plain, described = msgpack.unpackb(payload)
-        state = OptimizerState(name, 0.0, 0.0, {}, dict(_tensors(described, datas)), plain)
-        for shard in shards.values():
+    def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> list[Shard]:
+        """Replace the state of some shards, which are returned; ValueError if it does not fit."""
+        _, name, part = msgpack.unpackb(payload)
+        numbers, plain, tensors = unpack_part(part, datas)
+        state = OptimizerState(name, 0.0, 0.0, {}, tensors, plain)
+        loaded = [shards[number] for number in numbers]
+        for shard in loaded:
             self._optimizer_of(shard)
         for thread, optimizer in enumerate(self._of_threads):
-            mine = {shard.number: list(shard.weight.shape) for shard in shards.values() if shard.thread == thread}
+            mine = {shard.number: list(shard.weight.shape) for shard in loaded if shard.thread == thread}
             if mine:
                 shapes = {json.dumps(number): shape for number, shape in mine.items()}
-                optimizer.load_state(replace(state.of_keys(mine.__contains__), shapes=shapes))
+                optimizer.load_state(replace(state.of_keys(mine.__contains__), shapes=shapes), mine)
+        return loaded
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
         optimizer = self._of_threads[shard.thread]
@@ -199,6 +206,47 @@ class ShardOptimizers:
             optimizer.spec.wd_mult[shard.number] = wd_mult
         optimizer.add(shard.number, shard.weight)
         return optimizer
+
+
+class StatePart:
+    """Optimizer state of some shards of a server, of which a message holds one part."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._plain: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._nbytes = 0
+
+    def takes(self, number: int, key: Key, state: Mapping[str, Any]) -> bool:
+        """Add the state of a shard, tensors and plain values by name; False, without effect, if there is no room."""
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if nbytes > MAX_SHARD:
+            raise ValueError(
+                f"the optimizer state of key {key!r} has {nbytes} bytes in one shard; a message holds {MAX_SHARD}: use "
+                "an elementwise optimizer, whose keys are split, or an 'allreduce' store"
+            )
+        if self._numbers and (self._nbytes + nbytes > _PART_BYTES or len(self._numbers) >= _PART_SHARDS):
+            return False
+        self._numbers.append(number)
+        self._nbytes += nbytes
+        for name, value in state.items():
+            if name in tensors:
+                self._tensors[f"{number}/{name}"] = value.detach().cpu().contiguous()
+            else:
+                self._plain[f"{number}/{name}"] = value
+        return True
+
+    def packed(self) -> tuple[bytes, list[Tensor]]:
+        """Return description and tensors; the tensors may share memory with those that were added."""
+        described = [[path, name_of_dtype(one.dtype), list(one.shape)] for path, one in self._tensors.items()]
+        return bytes(msgpack.packb([self._numbers, self._plain, described])), _joined(self._tensors.values())
+
+
+def unpack_part(payload: bytes, datas: Iterable[Tensor]) -> tuple[list[int], dict[str, Any], dict[str, Tensor]]:
+    """Return shards, plain values and tensors, by "shard/name", of the result of `StatePart.packed`."""
+    numbers, plain, described = msgpack.unpackb(payload)
+    return numbers, plain, dict(_tensors(described, datas))
 
 
 class Optimizers:
@@ -240,56 +288,66 @@ def merge_states(
     spec: OptimizerSpec,
     learning_rate: float,
     shards: Mapping[Key, Sequence[ShardPlacement]],
-    results: Sequence[tuple[bytes, list[Tensor]]],
+    parts: Iterable[tuple[bytes, list[Tensor]]],
 ) -> OptimizerState:
-    """Return the state of whole keys from the servers' results of `ShardOptimizers.state`."""
-    of_shards: dict[int, dict[str, Any]] = {}
-    for payload, datas in results:
-        _, _, _, plain, described = msgpack.unpackb(payload)
-        for path, value in [*plain.items(), *_tensors(described, datas)]:
-            number, _, name = path.rpartition("/")
-            of_shards.setdefault(int(number), {})[name] = value
+    """Return the state of whole keys from all servers' results of `ShardOptimizers.state`, which are not kept.
+
+    Elements of a shard without state are 0, as of one whose rows were never pushed.
+    """
+    placements = {shard.number: shard for of_key in shards.values() for shard in of_key}
     state = OptimizerState(spec.name, float(spec.arguments["lr"]), learning_rate, {}, {}, {})
     for key, of_key in shards.items():
-        encoded, first = json.dumps(key), of_key[0]
-        state.shapes[encoded] = list(first.layout.shape)
-        for name, value in of_shards.get(first.number, {}).items():
-            path = f"{encoded}/{name}"
-            if not isinstance(value, Tensor):
-                state.plain[path] = value
-            elif value.dim() and value.numel() == first.numel and not first.is_whole:
-                flats = [of_shards[shard.number][name].view(-1) for shard in of_key]
-                state.tensors[path] = torch.cat(flats).view(first.layout.shape)
-            else:
-                state.tensors[path] = value.clone()
+        state.shapes[json.dumps(key)] = list(of_key[0].layout.shape)
+    for payload, datas in parts:
+        _, plain, tensors = unpack_part(payload, datas)
+        for path, value in [*plain.items(), *tensors.items()]:
+            number, _, name = path.rpartition("/")
+            shard = placements[int(number)]
+            place = f"{json.dumps(shard.layout.key)}/{name}"
+            if isinstance(value, Tensor) and value.dim() and value.numel() == shard.numel and not shard.is_whole:
+                if place not in state.tensors:
+                    state.tensors[place] = torch.zeros(shard.layout.shape, dtype=value.dtype, device="cpu")
+                state.tensors[place].view(-1)[shard.begin : shard.begin + shard.numel] = value.view(-1)
+            elif isinstance(value, Tensor):
+                if shard.begin == 0 or place not in state.tensors:
+                    state.tensors[place] = value.clone()
+            elif shard.begin == 0 or place not in state.plain:
+                state.plain[place] = value
     return state
 
 
 def split_state(
-    group: OptimizerGroup, state: OptimizerState, shards: Mapping[Key, Sequence[ShardPlacement]], servers: int
-) -> list[tuple[bytes, list[Tensor]]]:
-    """Return payload and tensors of the "load" command for each server, from a state of a group's whole keys."""
+    group: OptimizerGroup, state: OptimizerState, shards: Mapping[Key, Sequence[ShardPlacement]]
+) -> Iterator[dict[int, tuple[bytes, list[Tensor]]]]:
+    """Yield payload and tensors of "load" commands, by server, from a state of a group's whole keys."""
     name = group.spec.name
     state.check(name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
-    plain: list[dict[str, Any]] = [{} for _ in range(servers)]
-    described: list[list[Any]] = [[] for _ in range(servers)]
-    datas: list[list[Tensor]] = [[] for _ in range(servers)]
+    of_keys: dict[Key, dict[str, Any]] = {key: {} for key in shards}
     for path, value in [*state.plain.items(), *state.tensors.items()]:
         encoded, _, entry = path.rpartition("/")
-        for shard in shards[json.loads(encoded)]:
-            own = f"{shard.number}/{entry}"
-            if not isinstance(value, Tensor):
-                plain[shard.server][own] = value
-                continue
-            one = value.contiguous()
-            if not shard.is_whole and one.dim() and one.numel() == shard.layout.numel:
-                one = one.view(-1)[shard.begin : shard.begin + shard.numel].view(-1, shard.width)
-            described[shard.server].append([own, name_of_dtype(one.dtype), list(one.shape)])
-            datas[shard.server].append(one)
-    return [
-        (bytes(msgpack.packb([group.number, name, plain[server], described[server]])), _joined(datas[server]))
-        for server in range(servers)
-    ]
+        of_keys[json.loads(encoded)][entry] = value
+    parts: dict[int, list[StatePart]] = {}
+    for key, of_key in shards.items():
+        for shard in of_key:
+            of_server = parts.setdefault(shard.server, [StatePart()])
+            of_shard = {entry: _part_of(shard, value) for entry, value in of_keys[key].items()}
+            if not of_server[-1].takes(shard.number, key, of_shard):
+                of_server.append(StatePart())
+                of_server[-1].takes(shard.number, key, of_shard)
+    while parts:
+        packed = {server: of_server.pop(0).packed() for server, of_server in parts.items()}
+        yield {
+            server: (bytes(msgpack.packb([group.number, name, part])), datas)
+            for server, (part, datas) in packed.items()
+        }
+        parts = {server: of_server for server, of_server in parts.items() if of_server}
+
+
+def _part_of(shard: ShardPlacement, value: Any) -> Any:
+    """Return the elements of a shard in a state tensor of its key's shape; other values unchanged."""
+    if not isinstance(value, Tensor) or shard.is_whole or not value.dim() or value.numel() != shard.layout.numel:
+        return value
+    return value.contiguous().view(-1)[shard.begin : shard.begin + shard.numel].view(-1, shard.width)
 
 
 def _joined(tensors: Iterable[Tensor]) -> list[Tensor]:

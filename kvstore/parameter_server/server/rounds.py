@@ -56,8 +56,8 @@ class ShardRounds:
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
         self.in_collectives: dict[int, tuple[str, int]] = {}
-        """Workers that wait in a collective for other workers, with the call's name and number; no round or
-        acknowledgement may hold the others up then."""
+        """Workers that wait in a collective for other workers, with the call's name and number: meanwhile
+        acknowledgements to the others are not withheld, and in async mode they do not bound the staleness of others."""
         self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
         self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
         self._thread_pool = thread_pool

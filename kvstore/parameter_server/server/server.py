@@ -210,7 +210,7 @@ class Server:
                 isinstance(message, protocol.Push)
                 and worker is not None
                 and sequence not in worker.in_use
-                and (message.region or self._scheduler.allows_restarts)
+                and (self._scheduler.allows_restarts or (message.region and worker.memory is not None))
             ):
                 self._sessions.release(worker, sequence)
 
@@ -523,14 +523,14 @@ class Server:
                 if self._kept is not None:
                     self._kept.settings.compression = payload
             case "state":
-                number = msgpack.unpackb(payload)
+                number, wanted = msgpack.unpackb(payload)
                 own = rounds.optimizers.shards_of(number, rounds.shards)
-                return rounds.optimizers.numbered(number).state(own.values())
+                return rounds.optimizers.numbered(number).state([own[one] for one in wanted])
             case "load":
                 number = msgpack.unpackb(payload)[0]
                 own = rounds.optimizers.shards_of(number, rounds.shards)
-                rounds.optimizers.numbered(number).load_state(payload, [tensor_of(frame) for frame in frames], own)
-                self._save(own.values())
+                datas = [*map(tensor_of, frames)]
+                self._save(rounds.optimizers.numbered(number).load_state(payload, datas, own))
             case "norms" | "update" | "drop":
                 given = msgpack.unpackb(payload)
                 optimizers = rounds.optimizers.numbered(given[0] if name == "update" else given)

@@ -14,7 +14,11 @@ from torch import Tensor
 from gangline import kvstore
 from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore
+from gangline.kvstore.parameter_server import protocol
+from gangline.kvstore.parameter_server.server import optimizer_shards
+from gangline.kvstore.parameter_server.transport.unix_stream import UnixStream
 from tests.kvstore.parameter_server.cases import check
+from tests.kvstore.parameter_server.in_process import Job
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -208,3 +212,27 @@ def muon_refuses_vectors(kv: KVStore) -> str:
 def test_optimizers_of_whole_tensors() -> None:
     check("dist_sync", 2, 2, [adafactor])
     check("dist_sync", 2, 2, [muon, muon_refuses_vectors])
+
+
+def test_a_state_beyond_the_limit_of_a_message_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_SHARD", 18 << 20)
+    monkeypatch.setattr(UnixStream.__init__, "__defaults__", (None, 18 << 20))
+    monkeypatch.setattr(optimizer_shards, "_PART_BYTES", 1 << 20)
+    with Job(1) as job, job.stores(timeout=20)[0] as kv:
+        both = Both(kv, {"large": (5 << 20,), **SHAPES}, ("adam", {"learning_rate": 0.01}))
+        both.step()
+        both.states_agree()
+        kv.push("small", first(SHAPES["small"]))
+        kv.load_optimizer_state(both.local.optimizer_state())
+        both.states_agree()
+        with pytest.raises(ValueError, match="init has 20971520 bytes for one message; expected at most 18874368"):
+            kv.set_optimizer(("adafactor", {"learning_rate": 0.01}))  # keeps keys whole
+
+
+def test_a_state_of_a_shard_beyond_the_limit_of_a_message_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_shards, "MAX_SHARD", 1 << 20)
+    with Job(1) as job, job.stores()[0] as kv:
+        Both(kv, {"matrix": (601, 700)}, ("muon", {"learning_rate": 0.01})).step()
+        text = "the optimizer state of key 'matrix' has 1682800 bytes in one shard; a message holds 1048576"
+        with pytest.raises(ValueError, match=text):
+            kv.optimizer_state()

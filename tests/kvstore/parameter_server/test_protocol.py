@@ -285,8 +285,8 @@ def test_a_server_survives_hostile_bytes(pair: Pair) -> None:
         ("ValueError: rows -1 to -1", Pull(n(), [[6, 0, ROWS, 8]], True, None), [b"\xff" * 8]),
         ("ProtocolError: worker 1 defines shards", definition(n(), 7, [FLOATS], 1, "mine"), [zeros]),
         ("ProtocolError: command 'shutdown'", Command(n(), "shutdown", b""), []),
-        ("RuntimeError: there is no optimizer", Command(n(), "state", msgpack.packb(0)), []),
-        ("RuntimeError: there is no optimizer", Command(n(), "load", msgpack.packb([0, "sgd", {}, []])), []),
+        ("RuntimeError: there is no optimizer", Command(n(), "state", msgpack.packb([0, [5]])), []),
+        ("RuntimeError: there is no optimizer", Command(n(), "load", msgpack.packb([0, "sgd", b""])), []),
         ("ValueError: Unpack failed", Command(n(), "load", b""), []),
         ("ValueError: Unpack failed", Command(n(), "optimizer", b""), []),
         ("TypeError", Command(n(), "optimizer", msgpack.packb(7)), []),
@@ -403,6 +403,10 @@ def test_a_pull_gets_its_round_though_the_next_one_is_complete(pair: Pair, numel
         assert not expected
 
 
+def part(described: list[Any], *, name: str = "sgd", plain: Any = None, shard: int = 5, group: int = 0) -> list[Any]:
+    return [group, name, msgpack.packb([[shard], {} if plain is None else plain, described])]
+
+
 def test_an_optimizer_refuses_invalid_states() -> None:
     place, data = "5/momentum_buffer", bytes(4 * FLOATS)
     spec = OptimizerSpec.parse(("sgd", {"learning_rate": 1.0, "momentum": 0.5}))
@@ -410,15 +414,17 @@ def test_an_optimizer_refuses_invalid_states() -> None:
         pair.command("optimizer", optimizer_shards.pack_group(0, None, spec))
         for state, frames in (
             (5, []),
-            ([0, "sgd", {}, [[place, "float32", [FLOATS]]]], []),
-            ([0, "sgd", {}, [[place, "load", [FLOATS]]]], [data]),
-            ([0, "sgd", {}, [[place, 7, [FLOATS]]]], [data]),
-            ([0, "sgd", {}, [[place, "float32", [FLOATS + 1]]]], [data]),
-            ([0, "sgd", {}, [[place, "float32", [FLOATS]]]], [bytes(3)]),
-            ([0, "sgd", {}, [[5, "float32", [FLOATS]]]], [data]),
-            ([0, "adam", {}, []], []),
-            ([0, "sgd", 5, []], []),
-            ([1, "sgd", {}, []], []),
+            ([0, "sgd", 5], []),
+            (part([[place, "float32", [FLOATS]]]), []),
+            (part([[place, "load", [FLOATS]]]), [data]),
+            (part([[place, 7, [FLOATS]]]), [data]),
+            (part([[place, "float32", [FLOATS + 1]]]), [data]),
+            (part([[place, "float32", [FLOATS]]]), [bytes(3)]),
+            (part([[5, "float32", [FLOATS]]]), [data]),
+            (part([], name="adam"), []),
+            (part([], plain=5), []),
+            (part([], shard=99), []),
+            (part([], group=1), []),
         ):
             assert pair.clients[0].refusal(Command(pair.next(), "load", msgpack.packb(state)), *frames)
         for rank in range(2):
@@ -461,6 +467,7 @@ def test_memory_regions_are_checked_and_released_once(offer: Offer) -> None:
         for offset in (32, 65, 4096, 4096 - 64, 2**61):
             text = client.refusal(pushed_from_memory(2, offset))
             assert text.startswith("ProtocolError: bytes"), text
+            assert client.receive()[0] == Release([2])  # what is refused is not read
         for _ in range(2):  # the second is a repeat: its region is released too
             client.send(pushed_from_memory(3))
             heard = [client.receive()[0], client.receive()[0]]

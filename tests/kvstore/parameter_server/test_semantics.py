@@ -136,6 +136,32 @@ def a_weight_of_0_leaves_no_nan(kv: KVStore) -> None:
         assert out.unique().tolist() == [3.0]
 
 
+def sums_are_made_in_rank_order_and_rounded_once(kv: KVStore) -> None:
+    for dtype, numel in ((torch.float32, CUT), (torch.float16, SMALL), (torch.bfloat16, SMALL)):
+        seeds = [torch.Generator().manual_seed(9 + rank) for rank in range(kv.num_workers)]
+        values = [torch.rand(numel, generator=seed).to(dtype) for seed in seeds]
+        kv.init(f"order {dtype}", torch.zeros(numel, dtype=dtype))
+        out = torch.empty(numel, dtype=dtype)
+        kv.pushpull(f"order {dtype}", values[kv.rank], out=out)
+        expected = values[0].float().clone()
+        for value in values[1:]:
+            expected += value.float()
+        same(out, expected.to(dtype))
+
+
+def shared_memory_is_used_again(kv: KVStore) -> None:
+    """Shared memory of a push is freed when the servers have summed it."""
+    assert isinstance(kv, DistStore)
+    kv.init("again", torch.zeros(CUT))
+    for number in range(3):
+        kv.push("again", ramp(CUT, kv.rank + number))
+    out = torch.empty(CUT)
+    kv.pull("again", out)
+    pool = kv._pool
+    if pool is not None:
+        kv._servers.wait(lambda: pool.in_use == 0)
+
+
 # Optimizers
 
 
@@ -249,6 +275,7 @@ ALL = [
     differences_are_the_same_error_on_all,
     assigned_values_follow_the_open_round,
     a_weight_of_0_leaves_no_nan,
+    sums_are_made_in_rank_order_and_rounded_once,
     specs_that_differ_are_the_same_error_on_all,
     the_learning_rate_of_rank_0_is_sent_with_pushes,
 ]
@@ -258,6 +285,7 @@ SYNC = [
     dtypes_that_servers_do_not_hold_are_refused,
     keys_mean_the_same_in_any_order,
     a_worker_ahead_waits_for_its_round,
+    shared_memory_is_used_again,
     later_pushes_of_a_key_may_be_more_urgent,
     rounds_go_on_without_joined_workers,
     ALL[-1],  # its optimizer stays
