@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -217,11 +217,8 @@ class LocalStore(KVStore):
 
     def _pushpull(self, values: Pushed, outs: Pairs, priority: int, async_op: bool) -> Work:
         def pushpull() -> None:
-            is_plain = (
-                self._updater is None
-                and self._compressed is None
-                and (not self._optimizers or self._optimizer_of(next(iter(keys_of(values)))) is None)
-            )
+            is_updated = self._optimizers and any(map(self._optimizer_of, islice(keys_of(values), 1)))
+            is_plain = self._updater is None and self._compressed is None and not is_updated
             replaces = self._is_alone and is_plain
             if replaces:
                 self._place(values)
