@@ -80,7 +80,7 @@ def fast(store: str, front: str, situation: str) -> bool:
     if store == "the default":
         return front == "horovod" or situation == "first start"
     if store == "allreduce":
-        return front not in ("Trainer, optimizer", "DistributedOptimizer, optimizer", "Module, weights", "gluon")
+        return front not in ("Trainer, optimizer", "DistributedOptimizer, optimizer", "gluon")
     return store == "gloo"
 
 
