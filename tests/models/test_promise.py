@@ -15,7 +15,7 @@ import torch
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from matrix import COMPRESSIONS, LOSSES, OPTIMIZERS, Case, Jobs, on_servers, plainly, share_of, train
-from measure import distance, mlp, same_bits
+from measure import distance, same_bits
 from torch import nn
 
 from gangline import Module, cpu
@@ -225,15 +225,3 @@ def test_one_context_gives_the_same_bits_with_and_without_a_store() -> None:
             module.forward_backward_update(data, label)
         assert module.store_type is None
         assert same_bits(module.get_params(), train(case, None))
-
-
-def test_a_share_whose_labels_are_all_ignored_adds_exactly_nothing() -> None:
-    network = mlp(6, 8, 4, seed=0)
-    data = torch.randn(4, 6, dtype=torch.float64)
-    label = torch.tensor([2, 1, -100, -100])
-    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
-        module.init_optimizer("device", "sgd", {"lr": 0.1})
-        module.forward_backward(data, label)
-        assert torch.equal(module.get_loss(), nn.functional.cross_entropy(network(data), label))
-        second = module.bound.replicas.all[1].parameters
-        assert all(p.grad is not None and not p.grad.any() for p in second.values())
