@@ -161,20 +161,16 @@ def test_every_combination_of_features_trains_as_one_plain_loop(road: str, data:
 
 
 ON_SERVERS = [
-    Case("Module", ((2,), (1,)), features=frozenset({"branch", "unused"}), clip="clip_global_norm", bucket=64),
     Case(
         "Module", ((3, 1), (2,)), features=frozenset({"sparse"}), optimizer="adagrad", clip="clip_norm", loss="weighted"
     ),
     Case("Module", ((3,), (1,)), features=frozenset({"batchnorm"}), accumulate=3, loss="ignored", way="fit", last=4),
-    Case("Trainer", ((1,), (3,)), optimizer="adamw", clip="clip_gradient", accumulate=2, way="late"),
-    Case("DistributedOptimizer", ((1,), (3,)), clip="clip_global_norm", loss="ignored"),
     Case("DistributedOptimizer", ((1,), (3,)), features=frozenset({"sparse", "unused"}), optimizer="adagrad"),
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if i else ()) for i, case in enumerate(ON_SERVERS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_SERVERS)
 def test_workers_with_servers_train_as_one_plain_loop(case: Case) -> None:
     first, second = run_job(on_servers, 2, 2, case)
     assert distance(first, plainly(case)) <= 1e-11

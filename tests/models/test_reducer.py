@@ -296,6 +296,25 @@ def test_a_backward_of_the_users_own_between_steps_reaches_no_store() -> None:
         agree(module, store)
 
 
+@small_buckets
+@pytest.mark.parametrize("sparse", [[0, 1], [1]], ids=["all replicas", "second"])
+def test_a_gradient_that_turns_sparse_later_leaves_its_bucket(sparse: list[int]) -> None:
+    network = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, CLASSES)).double()
+    plain = Plain(network)
+    generator = torch.Generator().manual_seed(0)
+    with create("local") as store, module_of(network, 2, store) as module:
+        for step in range(5):
+            if step in (2, 4):  # becomes sparse, then dense again
+                for place in sparse:
+                    module.bound.replicas.all[place].network[0].sparse = step == 2  # type: ignore[index]
+            data = torch.randint(10, (6, 2), generator=generator)
+            label = torch.randn(6, CLASSES, generator=generator, dtype=torch.float64)
+            module.forward_backward_update(data, label)
+            plain.step(data, label)
+            agree(module, store)
+        assert plain.distance(module) < 1e-12
+
+
 # -- changes by the user between steps ------------------------------------------------------------------------------
 
 
@@ -375,6 +394,23 @@ def test_changes_to_all_gradients_before_update_take_effect(change: str, count: 
             plain.optimizer.step()
         agree(module, store)
         assert plain.distance(module) < 1e-12
+
+
+@small_buckets
+def test_weights_set_in_all_replicas_are_those_of_the_store_too() -> None:
+    network, fresh = perceptron().double(), perceptron().double()
+    plain = Plain(fresh)
+    with create("local") as kv, module_of(network, 2, kv) as module:
+        for step in range(6):
+            data, label = doubles(seed=step)
+            if step == 3:
+                module.set_params(fresh.state_dict())
+                agree(module, kv)
+            module.forward_backward_update(data, label)
+            if step >= 3:
+                plain.step(data, label)
+        agree(module, kv)
+        assert plain.distance(module) < 1e-13
 
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -565,6 +601,20 @@ def test_an_error_in_the_middle_of_backward_leaves_replicas_and_store_alike(fail
         module.forward_backward_update(data, label)
         agree(module, store)
         assert plain.distance(module) < 1e-6
+
+
+@small_buckets
+def test_an_error_before_any_bucket_left_changes_nothing_and_says_nothing_of_buckets() -> None:
+    own = gate()
+    with create("local") as store, module_of(nn.Sequential(gated(own), own()), 2, store) as module:
+        module.forward_backward_update(*batch(columns=WIDTH))
+        before = module.get_params()
+        own.passed = fail
+        with pytest.raises(ArithmeticError) as caught:
+            module.forward_backward_update(*batch(columns=WIDTH))
+        assert not [note for note in caught.value.__notes__ if "buckets" in note]
+        assert same_bits(module.get_params(), before)
+        agree(module, store)
 
 
 @small_buckets
