@@ -80,6 +80,8 @@ def fast(store: str, front: str, situation: str) -> bool:
     if store == "the default":
         return front == "horovod" or situation == "first start"
     if store == "allreduce":
+        if front == "Module, weights":
+            return "frozen" in situation
         return front not in ("Trainer, optimizer", "DistributedOptimizer, optimizer", "gluon")
     return store == "gloo"
 
