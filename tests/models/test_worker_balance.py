@@ -6,6 +6,7 @@ A layer sleeps for each sample, so that speeds do not depend on the machine.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.models.balance import speed_model
+from gangline.models.balance.balancer import ElapsedTime
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
@@ -223,6 +225,21 @@ def test_a_changed_split_begins_at_a_batch_that_no_worker_has_begun_to_read() ->
     check_samples(found, 4)
     assert found[0]["final"][0] > 0.7
     assert distance(found[0]["params"], alone(4)) <= 1e-11
+
+
+@pytest.mark.parametrize(
+    ("best_split", "in_turn", "expected"), [(False, False, 3.0), (True, False, 1.5), (False, True, 4.0)]
+)
+def test_the_time_of_a_worker_is_that_of_its_contexts_together(
+    best_split: bool, in_turn: bool, expected: float
+) -> None:
+    workers = Workers()
+    workers.count, workers.is_auto = 2, True
+    balance = WorkerBalance(workers, logging.getLogger("gangline"), best_split=best_split)
+    balance.record(7, [2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
+    assert balance.message() == [[7, [4], [expected]]]
+    assert balance.message() == []
+    assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
 
 
 def counted(comm: Communicator, words: str | None) -> int:
