@@ -44,16 +44,6 @@ def dtypes_that_servers_do_not_hold_are_refused(kv: KVStore) -> None:
     same(pulled(kv, "odd"), torch.ones(SMALL))
 
 
-def values_that_do_not_fit_are_refused_before_they_are_sent(kv: KVStore) -> None:
-    kv.init("fits", torch.zeros(SMALL))
-    for value in (torch.zeros(SMALL + 1), torch.zeros(SMALL, dtype=torch.float64)):
-        for call in (kv.push, kv.pull, kv.pushpull):
-            with pytest.raises(ValueError, match="'fits'"):
-                call("fits", value)
-    kv.push("fits", torch.ones(SMALL))
-    same(pulled(kv, "fits"), torch.full((SMALL,), float(kv.num_workers)))
-
-
 def differences_are_the_same_error_on_all(kv: KVStore) -> list[str]:
     rank = kv.rank
     kv.init("other", torch.zeros(3))
@@ -137,22 +127,13 @@ def assigned_values_follow_the_open_round(kv: KVStore) -> None:
         same(pulled(kv, key, numel), ramp(numel, kv.num_workers * (kv.num_workers + 1) / 2))
 
 
-def weights_make_a_round_a_mean(kv: KVStore) -> None:
-    n = kv.num_workers
+def a_weight_of_0_leaves_no_nan(kv: KVStore) -> None:
     for numel in (SMALL, CUT):
-        key = f"weighted {numel}"
-        kv.init(key, torch.zeros(numel, dtype=torch.float64))
-        out = torch.empty(numel, dtype=torch.float64)
-        kv.push_weighted(key, None if kv.rank else out.fill_(3.0 * n), 5.0)  # the samples of absent workers count
+        key, out = f"weighted {numel}", torch.full((numel,), 3.0, dtype=torch.float64)
+        kv.init(key, torch.zeros_like(out))
+        kv.push_weighted(key, torch.full_like(out, torch.nan if kv.rank == 0 else 3.0), float(kv.rank > 0))
         kv.pull(key, out)
         assert out.unique().tolist() == [3.0]
-        spoilt = torch.full((numel,), torch.nan if kv.rank == 0 else 3.0, dtype=torch.float64)
-        kv.push_weighted(key, spoilt, float(kv.rank > 0))  # weight 0: no influence
-        kv.pull(key, out)
-        assert out.unique().tolist() == [3.0]
-        kv.push_weighted(key, None if kv.rank else out.fill_(7.0), 0.0 if kv.rank == 0 else 5.0)
-        kv.pull(key, out)
-        assert out.unique().tolist() == [3.0]  # no worker has a value: it stays
 
 
 def sums_are_made_in_rank_order_and_rounded_once(kv: KVStore) -> None:
@@ -173,7 +154,7 @@ def shared_memory_is_used_again(kv: KVStore) -> None:
     assert isinstance(kv, DistStore)
     kv.init("again", torch.zeros(CUT))
     for number in range(3):
-        kv.push("again", ramp(CUT, kv.rank, number))
+        kv.push("again", ramp(CUT, kv.rank + number))
     out = torch.empty(CUT)
     kv.pull("again", out)
     pool = kv._pool
@@ -291,10 +272,9 @@ def rounds_go_on_without_joined_workers(kv: KVStore) -> int:
 
 
 ALL = [
-    values_that_do_not_fit_are_refused_before_they_are_sent,
     differences_are_the_same_error_on_all,
     assigned_values_follow_the_open_round,
-    weights_make_a_round_a_mean,
+    a_weight_of_0_leaves_no_nan,
     sums_are_made_in_rank_order_and_rounded_once,
     specs_that_differ_are_the_same_error_on_all,
     the_learning_rate_of_rank_0_is_sent_with_pushes,
