@@ -7,9 +7,8 @@ worker's shares of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -97,6 +96,10 @@ class Place:
     name: str = ""
 
 
+def numbers(tensors: Iterable[Tensor]) -> list[float]:
+    return [float(value) for one in tensors for value in one.detach().flatten()]
+
+
 class Plain:
     """The reference: a plain torch loop over whole batches."""
 
@@ -104,6 +107,7 @@ class Plain:
     """Situations for which the front has no calls, or that are its user's own code."""
     gradient_scale = 1.0
     """Factor of this front's gradients between backward and update."""
+    rate_name, decay_name = "lr", "weight_decay"
 
     def __init__(self, options: Options, place: Place, first: Any = None) -> None:
         self.options, self.place, self.network = options, place, Network(options.seed)
@@ -118,6 +122,22 @@ class Plain:
         """Give the network to the front; ``first`` is one whose store it shares."""
         self.optimizer = self.sgd()
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def given(self, first: Any) -> dict[str, Any]:
+        """Return the store as an argument: that of ``first``, the place's, or none for the default."""
+        if first is not None:
+            return {"kvstore": first.kvstore}
+        return {} if self.place.store is None else {"kvstore": self.place.store()}
+
+    def arguments(self) -> dict[str, float]:
+        """Return the arguments of an optimizer of gangline."""
+        values = self.options.rate, MOMENTUM, DECAY, self.options.clip
+        names = self.rate_name, "momentum", self.decay_name, "clip_global_norm"
+        return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by names that are those of this network alone."""
+        return {f"{self.options.seed}.{name}": one for name, one in self.network.named_parameters()}
 
     def sgd(self) -> torch.optim.Optimizer:
         layers = [layer for name, layer in self.network.named_children() if name not in self.options.added]
@@ -180,7 +200,7 @@ class Plain:
 
     def weights(self) -> list[float] | None:
         """Return the final weights; None if this worker has none."""
-        return [float(value) for parameter in self.network.parameters() for value in parameter.detach().flatten()]
+        return numbers(self.network.parameters())
 
     def keep(self, step: int) -> None:
         """Save what a restart of this worker alone needs, before a step."""
@@ -210,17 +230,13 @@ class Trainer(Plain):
     """`gangline.Trainer`."""
 
     absent = OF_TORCH
+    make: ClassVar[Any] = gangline.Trainer
     shard: ClassVar[str | None] = None
 
-    def start(self, first: Trainer | None) -> None:
-        store = self.place.store() if first is None and self.place.store is not None else None
-        named = {f"{self.options.seed}.{name}": one for name, one in self.network.named_parameters()}
-        arguments = {"lr": self.options.rate, "momentum": MOMENTUM, "weight_decay": DECAY}
-        if self.options.clip:
-            arguments["clip_global_norm"] = self.options.clip
-        given = {} if store is first is None else {"kvstore": store or first.kvstore}  # type: ignore[union-attr]
-        params = self.network if self.shard == "weights" else named
-        self.trainer = gangline.Trainer(params, "sgd", arguments, shard=self.shard, **given)
+    def start(self, first: Any) -> None:
+        shard = {"shard": self.shard} if self.shard else {}
+        params = self.network if self.shard == "weights" else self.named()
+        self.trainer = self.make(params, "sgd", self.arguments(), **self.given(first), **shard)
         self.kvstore = self.trainer.kvstore
 
     def step(self, step: Step) -> None:
@@ -245,14 +261,11 @@ class Trainer(Plain):
 
     def save(self) -> None:
         self.saved = copy.deepcopy(self.network.state_dict())
-        self.trainer.save_states(self.path())
+        self.trainer.save_states(f"{self.place.name}.states")
 
     def load(self) -> None:
         self.network.load_state_dict(self.saved)
-        self.trainer.load_states(self.path())
-
-    def path(self) -> Path:
-        return Path(f"{self.place.name}.states")
+        self.trainer.load_states(f"{self.place.name}.states")
 
     def keep(self, step: int) -> None:
         self.trainer.keep(step)
@@ -278,7 +291,7 @@ class ShardedTrainer(Trainer):
 def whole_state(front: Any, of: Any) -> list[float] | None:
     """Return the weights that workers with divided ones gather on rank 0."""
     state = of.model_state_dict()
-    return None if front.place.rank else [float(value) for one in state.values() for value in one.flatten()]
+    return None if front.place.rank else numbers(state.values())
 
 
 class DividedTrainer(Trainer):
@@ -292,11 +305,11 @@ class DividedTrainer(Trainer):
 
     def save(self) -> None:
         self.saved = self.trainer.model_state_dict()
-        self.trainer.save_states(self.path())
+        self.trainer.save_states(f"{self.place.name}.states")
 
     def load(self) -> None:
         self.trainer.load_model_state_dict(self.saved)
-        self.trainer.load_states(self.path())
+        self.trainer.load_states(f"{self.place.name}.states")
 
     def weights(self) -> list[float] | None:
         return whole_state(self, self.trainer)
@@ -307,11 +320,9 @@ class DistributedOptimizer(Plain):
 
     shard: ClassVar[str | None] = None
 
-    def start(self, first: DistributedOptimizer | None) -> None:
-        store = self.place.store() if first is None and self.place.store is not None else None
-        given = [] if store is first is None else [store or first.optimizer.kvstore]  # type: ignore[union-attr]
-        network = self.network if self.shard == "weights" else None
-        self.optimizer: Any = gangline.DistributedOptimizer(self.sgd(), *given, shard=self.shard, network=network)
+    def start(self, first: Any) -> None:
+        options: dict[str, Any] = {"shard": self.shard, "network": self.network if self.shard == "weights" else None}
+        self.optimizer: Any = gangline.DistributedOptimizer(self.sgd(), **self.given(first), **options)
         self.kvstore = self.optimizer.kvstore
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
 
@@ -377,17 +388,12 @@ class Module(Plain):
     contexts: ClassVar[int] = 1
     shard: ClassVar[str | None] = None
 
-    def start(self, first: Module | None) -> None:
+    def start(self, first: Any) -> None:
         contexts = [gangline.cpu(number) for number in range(self.contexts)]
         loads = [3, 1] if self.contexts == 2 else None
         self.module = gangline.Module(self.network, nn.MSELoss(), contexts, loads, shard=self.shard)
-        arguments = {"lr": self.options.rate, "momentum": MOMENTUM, "weight_decay": DECAY}
-        if self.options.clip:
-            arguments["clip_global_norm"] = self.options.clip
-        store = self.place.store() if first is None and self.place.store is not None else None
-        given = [] if store is first is None else [store or first.module.store]  # type: ignore[union-attr]
         self.module.bind((4, 4), grad_req="add")
-        self.module.init_optimizer(*given, optimizer="sgd", optimizer_params=arguments)
+        self.module.init_optimizer(**self.given(first), optimizer="sgd", optimizer_params=self.arguments())
         self.kvstore = self.module.store
 
     def step(self, step: Step) -> None:
@@ -418,8 +424,7 @@ class Module(Plain):
         return self.module.kept() or 0
 
     def weights(self) -> list[float] | None:
-        params = self.module.get_params()
-        return [float(value) for one in params.values() for value in one.flatten()] or None
+        return numbers(self.module.get_params().values()) or None
 
     def close(self) -> None:
         self.module.close()
@@ -479,16 +484,8 @@ class Gluon(Trainer):
     """`gangline.mxnet.gluon.Trainer`: gradients of sums, divided by the samples of all workers."""
 
     gradient_scale = 4.0
-
-    def start(self, first: Trainer | None) -> None:
-        store = self.place.store() if first is None and self.place.store is not None else None
-        named = {f"{self.options.seed}.{name}": one for name, one in self.network.named_parameters()}
-        arguments = {"learning_rate": self.options.rate, "momentum": MOMENTUM, "wd": DECAY}
-        if self.options.clip:
-            arguments["clip_global_norm"] = self.options.clip
-        given = {} if store is first is None else {"kvstore": store or first.kvstore}  # type: ignore[union-attr]
-        self.trainer = GluonTrainer(named, "sgd", arguments, **given)
-        self.kvstore = self.trainer.kvstore
+    rate_name, decay_name = "learning_rate", "wd"
+    make = GluonTrainer
 
     def step(self, step: Step) -> None:
         for data, label in self.own(step.batches):
@@ -513,20 +510,16 @@ class KVStoreLoop(Plain):
         "clip_grad_norm_",
     }
 
-    def start(self, first: KVStoreLoop | None) -> None:
-        self.kvstore = self.place.store() if first is None else first.kvstore  # type: ignore[misc]
-        trained = [(name, one) for name, one in self.network.named_parameters() if one.requires_grad]
-        self.keys, self.values = [f"{self.options.seed}.{name}" for name, _ in trained], [one for _, one in trained]
-        everything = dict(self.network.named_parameters())
-        self.kvstore.broadcast(
-            [f"{self.options.seed}.{name}" for name in everything],
-            [one.data for one in everything.values()],
-            [one.data for one in everything.values()],
-        )
-        arguments = {"learning_rate": self.options.rate, "momentum": MOMENTUM, "wd": DECAY}
-        if self.options.clip:
-            arguments["clip_global_norm"] = self.options.clip
-        self.group = self.kvstore.set_optimizer(("sgd", arguments), keys=self.keys)
+    rate_name, decay_name = "learning_rate", "wd"
+
+    def start(self, first: Any) -> None:
+        self.kvstore = self.given(first)["kvstore"]
+        named = self.named()
+        everything = [one.data for one in named.values()]
+        self.kvstore.broadcast([*named], everything, everything)
+        trained = {key: one for key, one in named.items() if one.requires_grad}
+        self.keys, self.values = [*trained], [*trained.values()]
+        self.group = self.kvstore.set_optimizer(("sgd", self.arguments()), keys=self.keys)
 
     def step(self, step: Step) -> None:
         self.network.zero_grad(not step.zeroes)
@@ -547,13 +540,12 @@ class KVStoreLoop(Plain):
 
     def save(self) -> None:
         self.saved = copy.deepcopy(self.network.state_dict())
-        self.path = f"{self.place.name}.states"
-        self.kvstore.save_optimizer_states(self.path, group=self.group)
+        self.kvstore.save_optimizer_states(f"{self.place.name}.states", group=self.group)
         self.kvstore.barrier()
 
     def load(self) -> None:
         self.kvstore.assign(self.keys, [self.saved[key.partition(".")[2]] for key in self.keys])
-        self.kvstore.load_optimizer_states(self.path, group=self.group)
+        self.kvstore.load_optimizer_states(f"{self.place.name}.states", group=self.group)
         self.kvstore.pull(self.keys, [one.data for one in self.values])
 
     def kept(self) -> int:
@@ -623,10 +615,6 @@ def acting(acts: dict[int, Callable[[Any], None]], *, between: bool = False, **o
         Step(one.batches, **({"between" if between else "before": (acts[number],)} if number in acts else {}))
         for number, one in enumerate(plain_steps(**options))
     ]
-
-
-def unfreeze(front: Plain) -> None:
-    front.network.requires_grad_(True)
 
 
 def loads_weights(front: Plain) -> None:
@@ -699,17 +687,15 @@ def overflowing(number: int) -> Batch:
     return given
 
 
-def halves(front: Plain) -> None:
-    front.decay()
-
-
 _PLAIN = plain_steps()
 SITUATIONS: dict[str, Situation] = {
     "first start": Situation(_PLAIN),
     "two on one store": Situation(_PLAIN, (Options(), Options(seed=1, rate=0.02))),
     "frozen": Situation(_PLAIN, (Options(frozen=("branch",)),)),
     "frozen later": Situation(acting({3: lambda front: front.network.branch.requires_grad_(False)})),
-    "unfrozen later": Situation(acting({3: unfreeze}), (Options(frozen=("branch",)),)),
+    "unfrozen later": Situation(
+        acting({3: lambda front: front.network.requires_grad_(True)}), (Options(frozen=("branch",)),)
+    ),
     "added later": Situation(acting({3: lambda front: front.add_group()}), (Options(added=("branch",)),)),
     "no gradient on one": Situation(plain_steps(branch=(True, False))),
     "no gradient on the other": Situation(plain_steps(branch=(False, True))),
@@ -735,18 +721,14 @@ SITUATIONS: dict[str, Situation] = {
     },
     "clip_grad_norm_": Situation(acting(dict.fromkeys(range(6), clips_by_hand), between=True)),
     "clipped by an option": Situation(_PLAIN, (Options(clip=0.05),)),
-    "schedule": Situation(acting(dict.fromkeys(range(1, 6), halves))),
+    "schedule": Situation(acting(dict.fromkeys(range(1, 6), lambda front: front.decay()))),
     "states": Situation(
         [
-            Step((batch(number),), before=acts)
-            for number, acts in (
-                *((number, ()) for number in range(3)),
-                (3, (lambda front: front.save(),)),
-                (4, ()),
-                (3, (lambda front: front.load(),)),
-                (4, ()),
-                (5, ()),
-            )
+            *_PLAIN[:3],
+            Step(_PLAIN[3].batches, (lambda front: front.save(),)),
+            _PLAIN[4],
+            Step(_PLAIN[3].batches, (lambda front: front.load(),)),
+            *_PLAIN[4:],
         ]
     ),
     "hook of a parameter": Situation(acting({0: hooks})),

@@ -83,7 +83,9 @@ def fast(store: str, front: str, situation: str) -> bool:
     if store == "the default":
         return front == "horovod" or situation == "first start"
     if store == "allreduce":
-        return front not in ("Trainer, optimizer", "DistributedOptimizer, optimizer", "Module, weights", "gluon")
+        if front == "Module, weights":
+            return "frozen" in situation
+        return front not in ("Trainer, optimizer", "DistributedOptimizer, optimizer", "gluon")
     return store == "gloo"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure import contexts, mlp, replicas_are_equal, same_bits, step_of
+from measure import contexts, labelled, mlp, same_bits, step_of
 from torch import nn
 
 from gangline import Module, cpu
@@ -18,27 +18,8 @@ TWO_BITS: dict[str, Any] = {"type": "2bit", "threshold": 0.03}
 perceptron = partial(mlp, FEATURES, 16, CLASSES, seed=3, dtype=torch.float32)
 
 
-def clusters(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return samples around three distant points, which are easy to classify."""
-    generator = torch.Generator().manual_seed(1)
-    label = torch.randint(CLASSES, (samples,), generator=generator)
-    centres = torch.randn(CLASSES, FEATURES, generator=generator) * 2
-    return centres[label] + torch.randn(samples, FEATURES, generator=generator) * 0.3, label
-
-
-def test_a_network_trains_through_topk_and_its_replicas_stay_equal() -> None:
-    data = clusters(96)
-    compression, rate = {"type": "topk", "ratio": 0.1}, {"learning_rate": 0.1, "momentum": 0.9}
-    with Module(perceptron(), nn.CrossEntropyLoss(), contexts(2), [3, 1], compression_params=compression) as module:
-        module.fit(data, num_epoch=8, batch_size=16, kvstore="local", optimizer_params=rate)
-        replicas_are_equal(module)
-        assert dict(module.score(data, "acc", batch_size=32))["accuracy"] >= 0.97
-        names = {f'"{layer}.{part}"/{place}' for layer in (0, 2) for part in ("weight", "bias") for place in (0, 1)}
-        assert module.compression_residuals().keys() == names
-
-
 def test_one_context_alone_warns_that_nothing_is_sent(caplog: pytest.LogCaptureFixture) -> None:
-    data, label = clusters(8)
+    data, label = labelled(8, FEATURES, CLASSES)
     found = []
     for params in (TWO_BITS, None):
         with Module(perceptron(), nn.CrossEntropyLoss(), cpu(), compression_params=params) as module:
@@ -59,7 +40,7 @@ def test_a_nan_gradient_is_an_error_by_key_and_changes_neither_its_step_nor_the_
     early: bool, steps_before: int
 ) -> None:
     """No buckets exist before the first step; later ones may be pushed while backward runs."""
-    data, label = clusters(8)
+    data, label = labelled(8, FEATURES, CLASSES)
     bad = data.clone()
     bad[6] = float("nan")  # of the second replica
     found = []

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gangline import Module, Monitor, cpu, gpu, load_weights
 from gangline.callback import Checkpoint
-from gangline.kvstore import create
 from gangline.models.loop.callbacks import BatchEndParam
 
 SAMPLES, FEATURES, CLASSES = 20, 3, 4
@@ -204,25 +203,6 @@ def test_fit_keeps_the_optimizer_that_the_user_initialised(caplog: pytest.LogCap
             assert module.optimizer_state().name == "adam"
             warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             assert any("ignores" in warning for warning in warnings) == warned
-
-
-@both
-def test_a_store_given_to_a_second_module_is_refused_and_serves_the_first_on(contexts: Any) -> None:
-    with (
-        create("device") as kv,
-        Module(classifier(), nn.CrossEntropyLoss(), contexts) as first,
-        Module(classifier(), nn.CrossEntropyLoss(), contexts) as second,
-    ):
-        first.init_optimizer(kv, "sgd", {"lr": 0.1, "momentum": 0.9})
-        first.forward_backward_update(*arrays())
-        state, params = first.optimizer_state(), first.get_params()
-        with pytest.raises(ValueError, match=r"holds keys \['weight', 'bias'\] already"):
-            second.init_optimizer(kv, "sgd", {"lr": 0.5})
-        assert not second.optimizer_initialized
-        assert first.learning_rate == 0.1
-        assert distance(first.optimizer_state().tensors, state.tensors) == 0.0
-        assert distance(first.get_params(), params) == 0.0
-        first.forward_backward_update(*arrays())
 
 
 # -- modes and parameters changed from outside ------------------------------------------------------------------------

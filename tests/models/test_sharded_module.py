@@ -104,7 +104,6 @@ def of_two_workers(own: Any, folder: str) -> dict[str, Any]:
         "loaded": unequal(own, "1,1", load_and_train, f"{folder}/run"),
         "own loaders": unequal(own, "1,1", own_loaders),
         "replaced": unequal(own, "1,1", replaces, f"{folder}/weights.safetensors"),
-        "unusual": [unequal(own, "1,1", unusual, what) for what in UNUSUAL],
         "closed": unequal(own, "1,1", is_closed),
         "statistics": [
             unequal(own, "1,0", trains_with_statistics, f"{folder}/statistics", resumed) for resumed in (False, True)
@@ -299,30 +298,6 @@ def one_updates(communicator: Any) -> Any:
 def test_a_worker_that_takes_another_step_than_the_others_is_named() -> None:
     with pytest.raises(Exception, match="expected the same steps on all workers"):
         spawn(one_updates, 2)
-
-
-def unusual(store: Any, what: str) -> Any:
-    """Freeze or unfreeze layers between two fits; return the weights."""
-    shard = None if store == "local" else "weights"
-    how: dict[str, Any] = {"batch_size": 12, "shuffle": False, "kvstore": store, "num_epoch": 2, **ADAM}
-    network = mlp()
-    if what == "unfrozen":
-        network.get_submodule("0").requires_grad_(False)
-    with Module(network, nn.CrossEntropyLoss(), context=cpu(), shard=shard) as module:
-        module.fit(data_of(mlp), **how)
-        network.requires_grad_(what == "unfrozen")
-        network.get_submodule("4").requires_grad_(True)
-        module.fit(data_of(mlp), **{**how, **CLIPPED})
-        return module.get_params()
-
-
-UNUSUAL = ["frozen", "unfrozen"]
-
-
-def test_unusual_training_gives_the_weights_of_one_worker(two: Found) -> None:
-    for what, found in zip(UNUSUAL, two[0]["unusual"], strict=True):
-        expected = unusual("local", what)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11, msg=lambda text, what=what: f"{what}: {text}")
 
 
 def is_closed(store: Any) -> bool:

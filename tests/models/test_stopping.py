@@ -299,17 +299,6 @@ def stopped_by_servers(kvstore: str, folder: str) -> Any:
     return stopped(rank, kvstore, folder, "signal")
 
 
-@pytest.mark.slow
-def test_workers_of_servers_end_together(tmp_path: Path) -> None:
-    first, second = run_job(stopped_by_servers, 2, 1, "dist_sync", str(tmp_path))
-    assert first[:2] == second[:2]
-    assert first[0] == "SIGTERM"
-    assert 6 <= len(first[1]) <= 8
-    assert same_bits(first[2], second[2])
-    if len(first[1]) < 8:  # batches of two epochs
-        assert checkpoint.read(tmp_path / "signal" / "net", 1).position["batch"] == len(first[1]) - 4
-
-
 def test_workers_out_of_step_end_together_at_an_epochs_end(tmp_path: Path) -> None:
     first, second = run_job(stopped_by_servers, 2, 1, "dist_async", str(tmp_path))
     assert first[:2] == second[:2]

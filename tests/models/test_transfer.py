@@ -137,27 +137,6 @@ def test_factors_are_10_and_20_for_the_new_layer() -> None:
     assert learning_rate_factors(network, NEW, weight=3, bias=1) == {"fc2.weight": 3.0}
 
 
-def test_a_step_moves_each_parameter_by_its_factor() -> None:
-    layers = OrderedDict(first=nn.Linear(3, 5), second=nn.Linear(5, 4), tanh=nn.Tanh(), last=nn.Linear(4, 3))
-    network = nn.Sequential(layers).double()
-    new = replace_last_layer(network, 3)
-    frozen = freeze_until(network, "second")
-    factors = learning_rate_factors(network, new, early=0.5, frozen=frozen)
-    data, label = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
-    before = {name: parameter.detach().clone().requires_grad_() for name, parameter in network.named_parameters()}
-    loss = nn.functional.cross_entropy(torch.func.functional_call(network, before, (data,)), label)
-    gradients = dict(zip(before, torch.autograd.grad(loss, list(before.values())), strict=True))
-    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)], fixed_param_names=frozen) as module:
-        module.init_optimizer("local", "sgd", {"learning_rate": 0.1, "lr_mult": factors})
-        module.forward_backward_update(data, label)
-        after = module.get_params()
-    expected = {"first": 0.0, "second": 0.5}
-    for name, value in before.items():
-        layer, _, kind = name.rpartition(".")
-        factor = expected.get(layer, 20.0 if kind == "bias" else 10.0)
-        torch.testing.assert_close(after[name], value.detach() - 0.1 * factor * gradients[name])
-
-
 def test_backward_ends_at_the_fixed_layers() -> None:
     network = small()
     in_graph: dict[str, bool] = {}

@@ -83,31 +83,22 @@ READ_LATE = (
     ("        loss.backward()\n", "        loss.backward()\n        X, Y = next(stream)\n"),
 )
 PLAIN_LOADER = ("MultiEpochsDataLoader(dataset", "DataLoader(dataset")
-STOP = (
-    (
-        "                break\n",
-        "                if world_size == 1:\n                    break\n                loader.stop()\n",
-    ),
-)
 
 LOSSES = {
     "DCGAN": Row("dcgan"),
     "WGAN-GP": Row("wgan_gp"),
-    "SimCLR": Row("simclr"),
+    "SimCLR": Row("simclr", wrappers=BOTH),
     "CLIP": Row("clip"),
     "CLIP, loss of own rows": Row(
         "clip", (("loss = clip_loss(image_features, text_features, logit_scale)", LOCAL_LOSS),)
     ),
-    "metric learning": Row("triplet", wrappers=BOTH),
+    "DETR criterion": Row("detr"),
     "MoE language model": Row("moe_lm"),
     # FSDP2 itself fails if an expert runs on some ranks alone.
     "MoE, experts run without tokens": Row("moe_lm", (("if len(rows):", "if True:"),), wrappers=("fsdp2",)),
     "detector, frozen BatchNorm": Row("detector"),
-    "DETR criterion": Row("detr"),
-    "knowledge distillation": Row("distill", wrappers=BOTH),
     "multi-task heads": Row("multitask"),
     "masked language model": Row("masked_lm", wrappers=BOTH),
-    "packed sequences": Row("packed", wrappers=BOTH),
     "in-place outputs": Row("inplace", wrappers=BOTH),
 }
 LOOPS = {
@@ -125,8 +116,6 @@ LOOPS = {
     "nanoGPT loop": Row("nanogpt"),
     "nanoGPT loop, next batch read after backward": Row("nanogpt", READ_LATE),
     "stream": Row("stream", wrappers=BOTH),
-    "early stopping by one rank": Row("early_stop"),
-    "early stopping by stop()": Row("early_stop", STOP),
     "out of memory on one rank": Row("out_of_memory", loads={2: [3, 1], 3: [1, 2, 1]}),
 }
 REFUSED = {
@@ -141,7 +130,6 @@ REFUSED = {
     "SimCLR, loss of own samples": Row(
         "simclr", (("gangline.gather_rows(z1), gangline.gather_rows(z2)", "z1, z2"),), page="Losses that are no means"
     ),
-    "mixup within the batch": Row("mixup", page="Losses that are no means"),
     "batches repeated by itertools.cycle": Row(
         "nanogpt",
         (*READ_LATE, ("stream = batches()", "stream = __import__('itertools').cycle(loader)")),
@@ -158,7 +146,6 @@ REFUSED = {
     ),
     "out of memory under FSDP2": Row("out_of_memory", wrappers=("fsdp2",), refusal="DistributedDataParallel"),
     "stream, kind not given": Row("stream", ((', stream="same"', ""),), refusal="stream="),
-    "FixMatch, two loaders": Row("fixmatch", refusal="is balanced already, by another loader"),
     "rewrapped, loaders kept": Row(
         "rewrapped",
         (("    return loss\n", "    train_stage.loader = loader\n    return loss\n"),),
