@@ -44,18 +44,15 @@ def check(job: Job, strength: int) -> None:
             assert not any(problems), problems[0]
 
 
-@pytest.mark.parametrize(
-    ("store", "strength"),
-    [
-        ("local", 3),
-        ("device", 2),
-        pytest.param("device", 3, marks=pytest.mark.slow),
-        *(
-            pytest.param(store, 2, marks=pytest.mark.slow)
-            for store in ("local_allreduce_cpu", "local_allreduce_device")
-        ),
-    ],
-)
+ALONE = [
+    ("local", 2),
+    ("device", 2),
+    *(pytest.param(store, 3, marks=pytest.mark.slow) for store in ("local", "device")),
+    *(pytest.param(f"local_allreduce_{place}", 2, marks=pytest.mark.slow) for place in ("cpu", "device")),
+]
+
+
+@pytest.mark.parametrize(("store", "strength"), ALONE)
 def test_one_process(store: str, strength: int) -> None:
     check(Job(store), strength)
 
@@ -67,22 +64,20 @@ def test_collectives(workers: int) -> None:
     check(Job("allreduce", workers), 2)
 
 
-@pytest.mark.parametrize(
-    ("store", "workers", "servers"),
-    [
-        ("dist_sync", 3, 2),
-        ("dist_device_async", 2, 1),
-        *(
-            pytest.param(*job, marks=pytest.mark.slow)
-            for job in (
-                ("dist", 1, 1),
-                ("dist_device_sync", 2, 1),
-                ("dist_sync_device", 2, 2),
-                ("dist_device", 1, 2),
-                ("dist_async", 3, 2),
-            )
-        ),
-    ],
+FURTHER = (
+    ("dist", 1, 1),
+    ("dist_device_sync", 2, 1),
+    ("dist_sync_device", 2, 2),
+    ("dist_device", 1, 2),
+    ("dist_async", 3, 2),
 )
+SERVERS = [
+    ("dist_sync", 3, 2),
+    ("dist_device_async", 2, 1),
+    *(pytest.param(*job, marks=pytest.mark.slow) for job in FURTHER),
+]
+
+
+@pytest.mark.parametrize(("store", "workers", "servers"), SERVERS)
 def test_servers(store: str, workers: int, servers: int) -> None:
     check(Job(store, workers, servers), 2)
