@@ -29,7 +29,6 @@ from tests.kvstore.store_grid import (
     Job,
     Plain,
     Reference,
-    cells,
     fill,
     is_writable,
     memory_of,
@@ -501,6 +500,9 @@ class Walk:
         kv, reference, update, rank = self.kv, self.reference, self.reference.update, self.kv.rank
         fits = self.fits(cell)
         what = cell["between"]
+        if self.bucket in getattr(kv, "_flats", ()) and not round_:  # other buckets take the memory of this one
+            for half in filter(None, ([(key, reference.values[key]) for key in keys[i::2]] for i in (1, 0))):
+                kv.fuse(next(plan(half, 1 << 30)))
         if what == "one key" and fits:
             self.push(cell, [(keys[0], 0)], round_)
         elif what == "other keys" and fits:
@@ -634,13 +636,13 @@ def _shown(value: Tensor) -> str:
     return f"{value.flatten()[:6].tolist()} of {tuple(value.shape)}, {value.dtype}"
 
 
-def groups(strength: int, job: Job) -> list[list[list[Cell]]]:
-    """Return the cells for each start of a job, those of equal settings together.
+def groups(chosen: Iterable[Cell], job: Job) -> list[list[list[Cell]]]:
+    """Return cells for each start of a job, those of equal settings together.
 
     A parameter server cannot go back to no optimizer, and takes none once it holds integers.
     """
     found: dict[Any, list[Cell]] = defaultdict(list)
-    for cell in cells(strength):
+    for cell in chosen:
         found[cell["update"], cell["compression"]].append(cell)
     if not job.is_dist:
         return [[*found.values()]]
