@@ -178,8 +178,8 @@ class Trainer(NetworkState):
         except BaseException:  # raised again
             self._reducer.close()
             raise
-        several = self.kvstore.num_workers > 1
-        self._written = WrittenWeights(self._parameters, self._reducer, self.kvstore, sums_bits=several)
+        in_place = self.kvstore._serves_one_process  # servers do not, even with a single worker
+        self._written = WrittenWeights(self._parameters, self._reducer, self.kvstore, sums_bits=not in_place)
         self._reducer.begin([0], push_early=False)
 
     def backward(self, loss: torch.Tensor, batch_size: float) -> None:

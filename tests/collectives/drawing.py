@@ -6,7 +6,7 @@ import textwrap
 from string import ascii_lowercase
 
 from gangline.collectives.schedule import Round, Schedule
-from tests.collectives.symbolic import Collective
+from tests.collectives.symbolic import initial
 
 _MAX_RANKS = 8  # larger drawings are unreadable
 _GLUE = "\0"  # in place of spaces at which a line must not break
@@ -26,7 +26,7 @@ def draw(schedule: Schedule) -> str:
     counted = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     lines = [f"{schedule.algorithm} {schedule.collective}{root}: {counted}"]
     if schedule.size <= _MAX_RANKS:
-        held = Collective.of(schedule).initial()
+        held = initial(schedule)
         is_narrow = len(_state(held)) <= _MAX_STATE_WIDTH
         lines += [f"start     {_state(held)}"] * is_narrow
         for number, tables in enumerate(schedule.rounds, start=1):

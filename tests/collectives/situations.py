@@ -34,7 +34,7 @@ def _all_reduce_in_the_background(count: int, comm: Communicator, _victim: int) 
     expect(second, ramp(count, 0) * comm.size + comm.size * (comm.size - 1))
 
 
-def broadcast(count: int, step: int, comm: Communicator, victim: int) -> None:
+def _broadcast(count: int, step: int, comm: Communicator, victim: int) -> None:
     root = (victim + step) % comm.size
     values = ramp(count, comm.rank)
     comm.broadcast(values, root)
@@ -77,8 +77,8 @@ SITUATIONS = {
     "small all_reduce": Situation(partial(all_reduce, 100), "all_reduce(100 x float32, sum)"),
     "large all_reduce": Situation(partial(all_reduce, 1 << 20), "all_reduce(1048576 x float32, sum)"),
     "async all_reduce": Situation(partial(_all_reduce_in_the_background, 1 << 19), "all_reduce(524288 x float32, sum)"),
-    "broadcast from it": Situation(partial(broadcast, 1 << 19, 0), "broadcast(524288 x float32, root {victim})"),
-    "broadcast to it": Situation(partial(broadcast, 1 << 19, 1), "broadcast(524288 x float32, root {next})", False),
+    "broadcast from it": Situation(partial(_broadcast, 1 << 19, 0), "broadcast(524288 x float32, root {victim})"),
+    "broadcast to it": Situation(partial(_broadcast, 1 << 19, 1), "broadcast(524288 x float32, root {next})", False),
     "all_to_all": Situation(partial(_all_to_all, 1 << 18), "all_to_all(262144 x float32)"),
     "barrier": Situation(_barrier, "barrier()"),
     "recv from it": Situation(partial(_receive_from_it, 1 << 14), "recv(16384 x float32)"),

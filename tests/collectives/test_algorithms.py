@@ -265,43 +265,15 @@ def test_links_between_hosts_have_their_own_price() -> None:
     assert (alone, mixed) == (3, 1100 * 3)
 
 
-class TestVerifyFinds:
-    def test_a_sum_that_is_complete_in_only_some_of_its_chunks(self) -> None:
-        uneven = rounds([transfers(1, 0, 0, 2, reduce=True)], [transfers(1, 0, 1, reduce=True)])
-        schedule = Schedule("reduce", "by_hand", 2, 2, uneven, root=0)
-        assert schedule.program(0)[0] == Reduce((0, 1), 0, 2, complete=False)
-        with pytest.raises(ValueError, match=r"chunk 0: holds ranks \[0, 1\], but is not marked complete"):
-            verify(schedule)
-
-    def test_messages_left_over_or_in_another_order(self) -> None:
-        schedule = built("all_reduce", "ring", 4)
-        programs = steps_by_rank(schedule)
-        first, second, *_, last = [place for place, (_, step) in enumerate(programs[0]) if isinstance(step, Send)]
-        with pytest.raises(ValueError, match=r"ring all_reduce, rank 0, .*: rank 1 never receives it"):
-            verify(schedule, [[*programs[0], programs[0][last]], *programs[1:]])
-        programs[0][first], programs[0][second] = programs[0][second], programs[0][first]
-        with pytest.raises(ValueError, match=r"expects chunks 3 to 4 from rank 0, .* has chunks 2 to 3"):
-            verify(schedule, programs)
-
-    @pytest.mark.parametrize(
-        ("collective", "name"),
-        [each for each in EVERY if each != ("broadcast", "halving_doubling")],  # it sends some chunks twice to a rank
-    )
-    def test_any_message_missing(self, collective: str, name: str) -> None:
-        schedule = built(collective, name, 5)
-        for index in range(schedule.messages()):
+@pytest.mark.parametrize(("collective", "name"), EVERY)
+def test_verify_finds_any_message_missing_and_any_contribution_added_twice(collective: str, name: str) -> None:
+    if (collective, name) == ("broadcast", "halving_doubling"):
+        return  # it sends some chunks twice to a rank
+    schedule = built(collective, name, 5)
+    for index, reduces in enumerate(table.reduce for table in tables(schedule) for _ in table.rows()):
+        for times in (0, 2) if reduces else (0,):
             with pytest.raises(ValueError, match=f"{name} {collective}"):
-                verify(damaged(schedule, index, 0))
-
-    @pytest.mark.parametrize(("collective", "name"), [each for each in EVERY if "reduce" in each[0]])
-    def test_any_contribution_added_twice(self, collective: str, name: str) -> None:
-        schedule = built(collective, name, 5)
-        for index, reduces in enumerate(
-            table.reduce for tables in schedule.rounds for table in tables for _ in table.rows()
-        ):
-            if reduces:
-                with pytest.raises(ValueError, match=f"{name} {collective}"):
-                    verify(damaged(schedule, index, 2))
+                verify(damaged(schedule, index, times))
 
 
 def test_the_documentation_shows_schedules_and_prices_as_they_are() -> None:

@@ -146,13 +146,6 @@ def _registered(comm: Communicator) -> None:
         own = want_all[comm.rank].clone()
         own[begin:end:step] = total[begin:end:step]
         same(large, own, f"elements {begin} to {end} by {step}, and the others as they were")
-    plain = torch.empty(LARGE, dtype=torch.int32)
-    for registered_rank in range(comm.size):  # registered on one rank only
-        mixed = large[7 : 7 + LARGE] if comm.rank == registered_rank else plain
-        for cell in (Cell("all_reduce", LARGE, torch.int32), Cell("broadcast", LARGE, torch.int32)):
-            inputs = inputs_of(cell, comm.size)
-            call(comm, cell, mixed.copy_(inputs[comm.rank].view(-1)), None)
-            same(mixed, reference(cell, [each.view(-1) for each in inputs], comm.rank), str(cell))
 
 
 def _after_close(comm: Communicator) -> None:

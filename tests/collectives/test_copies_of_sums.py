@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gangline.collectives.compiled_core import core, problem
-from gangline.collectives.devices.backends import copies
 from gangline.collectives.devices.device_group import broadcast, reduce
 from gangline.kvstore import create
 from tests.operations import Operations
@@ -135,30 +134,6 @@ def test_broadcast_copies_once_into_each_out(count: int) -> None:
     assert operations.counts == ({"copy": count} if count else {})
     assert all(torch.equal(out, ranked(5)) for out in outs)
     assert torch.equal(value, ranked(5))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_many_small_sums_have_the_bits_of_each_alone(dtype: torch.dtype) -> None:
-    """Values may be their own outputs or their sum's memory, sums of other strides, and some larger than others."""
-
-    def transfers() -> list[copies.Transfer]:
-        torch.manual_seed(5)
-        made: list[copies.Transfer] = []
-        for number in range(40):
-            shape = (3, 0) if number == 7 else (30, 200) if number % 10 == 9 else (3, 4)
-            values = [(torch.randn(shape) * 9).to(dtype) for _ in range(number % 4)]
-            total = torch.zeros(shape, dtype=dtype) if number % 3 else torch.ones(shape[::-1], dtype=dtype).t()
-            if number % 5 == 4 and len(values) > 1:
-                total = values[number % len(values)]
-            made.append((values, total, [torch.zeros(shape, dtype=dtype), *values[:1]]))
-        return made
-
-    together, alone = transfers(), transfers()
-    copies.move(together)
-    for one in alone:
-        copies.move([one])
-    for (_, total, outs), (_, own_total, own_outs) in zip(together, alone, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip([total, *outs], [own_total, *own_outs], strict=True))
 
 
 def test_many_small_keys_take_one_call_for_all() -> None:

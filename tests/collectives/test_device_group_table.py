@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +16,20 @@ from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.devices.backends import selection, staged
 from gangline.collectives.devices.backends.copies import Copies
 from gangline.collectives.devices.device_group import DeviceGroup, move
+from tests.collectives.grid import Cell, combined, equal, inputs_of, ops_of
+from tests.collectives.grid import reference as result_of
 from tests.collectives.simulated_gpus import simulated_gpus
 
 SIMULATED = "simulated GPUs"
 ON_HOST = [("copies", "cpu"), ("staged", "cpu"), ("nccl", SIMULATED)]
 ON_GPUS = [(name, "gpu") for name in ("copies", "staged", "peer_to_peer", "nccl")]
 SIZES = [0, 1, 2, 3, 64, 1001]
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
+CALLS: dict[str, Callable[[DeviceGroup, Cell, list[Tensor], Any], Any]] = {
+    "all_reduce": lambda group, cell, tensors, _: group.all_reduce(tensors, cell.op),
+    "reduce": lambda group, cell, tensors, outs: group.reduce(tensors, cell.root, cell.op, outs and outs[cell.root]),
+    "broadcast": lambda group, cell, tensors, _: group.broadcast(tensors, cell.root),
+    "all_gather": lambda group, _, tensors, outs: group.all_gather(tensors, outs),
+    "reduce_scatter": lambda group, cell, tensors, outs: group.reduce_scatter(tensors, cell.op, outs),
 }
 
 
@@ -37,7 +41,6 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(staged, "PIECE", 256)  # so that small tensors have many pieces
         yield lambda count: DeviceGroup([cpu(position) for position in range(count)], name)
     elif kind == SIMULATED:
-        monkeypatch.setattr(f"{__name__}.SIZES", SIZES[:4])  # sums of larger ones are rounded at each hop
         with simulated_gpus():
             yield lambda count: DeviceGroup([gpu(position) for position in range(count)], name)
     elif num_gpus():
@@ -55,179 +58,89 @@ def _on_gpus(name: str, count: int) -> DeviceGroup:
     return DeviceGroup(contexts, name)
 
 
-def given(position: int, shape: Sequence[int], dtype: torch.dtype, op: str = "sum") -> Tensor:
-    """Return values: i * 7 + position; for a product, values that do not overflow with four positions."""
-    elements = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape)) * 7 + position
-    if op == "product":
-        elements = elements % 3 + 1
-    return elements % 3 == 0 if dtype == torch.bool else elements.to(dtype)
-
-
-def reference(values: Sequence[Tensor], op: str) -> Tensor:
-    """Return the result in float64 or int64, rounded once; a mean is divided in the documented precision."""
-    dtype = values[0].dtype
-    if dtype == torch.bool:
-        return reduce(torch.logical_and if op in ("product", "min") else torch.logical_or, values)
-    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
-    result = reduce(FUNCTIONS[op], [value.to(wide) for value in values])
-    if op != "mean":
-        return result.to(dtype)
-    return (result.to(torch.promote_types(dtype, torch.float32)) / len(values)).to(dtype)
-
-
-def is_there(op: str, dtype: torch.dtype) -> bool:
-    if dtype.is_complex:
-        return op not in ("min", "max")
-    return op != "mean" or dtype.is_floating_point
+def given(position: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.arange(size) * 7 + position).to(dtype)
 
 
 def on(group: DeviceGroup, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.to(device, copy=True) for tensor, device in zip(tensors, group.devices, strict=True)]
 
 
-def apart(tensor: Tensor) -> Tensor:
-    """Return the same values with gaps in memory and swapped axes."""
-    wide = tensor.new_zeros(tensor.shape[1] * 2, tensor.shape[0] + 1)
-    return wide[::2, 1:].t().copy_(tensor)
-
-
 def agree(tensors: Sequence[Tensor], expected: Tensor) -> bool:
     return all(torch.equal(tensor.cpu(), expected) for tensor in tensors)
 
 
-def groups_and_sizes(make: Callable[[int], DeviceGroup]) -> Iterator[tuple[DeviceGroup, int, int]]:
-    """Yield groups of each number of positions, that number, and each size of a tensor."""
-    for count in (1, 2, 3, 4):
-        group = make(count)
-        yield from ((group, count, size) for size in SIZES)
+def inside(value: Tensor, is_apart: bool) -> tuple[Tensor, Tensor]:
+    """Return memory and a view of it with the values; the view is contiguous, or has gaps and its axes reversed."""
+    if is_apart:
+        memory = value.new_ones([*reversed(value.shape), 2])
+        return memory, memory[..., 0].permute([*reversed(range(value.dim()))]).copy_(value)
+    memory = value.new_ones(value.numel() + 11)
+    return memory, memory[3 : 3 + value.numel()].view(value.shape).copy_(value)
+
+
+def check(group: DeviceGroup, cell: Cell, is_apart: bool) -> None:
+    """Make a call, and compare all memory that it may write or read with what it must be."""
+    inputs = inputs_of(cell, group.size)
+    wanted = [result_of(cell, inputs, position) for position in range(group.size)]
+    own = [inside(tensor, is_apart) for tensor in on(group, inputs)]
+    empty = on(
+        group, [torch.zeros_like(own if want is None else want) for own, want in zip(inputs, wanted, strict=True)]
+    )
+    outs = [inside(one, is_apart) for one in empty] if cell.out == "out" else []
+    made = CALLS[cell.call](group, cell, [view for _, view in own], [view for _, view in outs] or None)
+    for position, (tensor, want) in enumerate(zip(inputs, wanted, strict=True)):
+        name, is_written = f"{group}, position {position}: {cell}", cell.call in ("all_reduce", "broadcast")
+        is_written = is_written or (cell.call == "reduce" and not outs)
+        if want is not None:
+            got = made if cell.call == "reduce" else made[position]
+            if is_written or outs:
+                memory, view = (own if is_written else outs)[position]
+                assert got is view, name
+                got, want = memory, inside(want, is_apart)[0]
+            if cell.op == "mean" and group.implementation == "nccl":  # which divides before it adds
+                largest = max([0.0, *torch.stack([*inputs]).abs().nan_to_num(0, 0, 0).flatten().tolist()])
+                bound = 4 * torch.finfo(cell.dtype).eps * largest
+                torch.testing.assert_close(got.cpu(), want, rtol=0, atol=bound, equal_nan=True)
+            else:
+                equal(got.cpu(), want, name)
+        if want is None or not is_written:
+            equal(own[position][0].cpu(), inside(tensor, is_apart)[0], f"{name}: its input")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_all_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
-    if not is_there(op, dtype):
-        group = make(1)
+@pytest.mark.parametrize("call", CALLS)
+def test_every_collective(make: Callable[[int], DeviceGroup], call: str, dtype: torch.dtype) -> None:
+    for count in (1, 2, 3, 4):
+        group = make(count)
+        for op, (number, size) in product(ops_of(call, dtype), enumerate(SIZES, count)):
+            kind = "special" if number % 3 == 0 and not dtype.is_complex else "exact"  # torch.add spoils infinities
+            cell = Cell(call, size, dtype, op, size % count, ("none", "out")[number // 2 % 2], kind=kind)
+            check(group, cell, is_apart=number % 2 == 0)
+
+
+def test_operations_that_a_dtype_lacks_are_refused(make: Callable[[int], DeviceGroup]) -> None:
+    group = make(1)
+    for op, dtype in (("min", torch.complex64), ("mean", torch.int64)):
         with pytest.raises(TypeError, match=r"mean of|has no order"):
             group.all_reduce(on(group, [torch.ones(1, dtype=dtype)]), op)
-        return
-    for group, count, size in groups_and_sizes(make):
-        values = [given(position, (size,), dtype, op) for position in range(count)]
-        tensors = on(group, values)
-        assert group.all_reduce(tensors, op) == tensors
-        if op == "mean" and count == 3 and group.implementation == "nccl":  # which divides before it adds
-            for tensor in tensors:
-                torch.testing.assert_close(tensor.cpu(), reference(values, op))
-        else:
-            assert agree(tensors, reference(values, op)), (count, size)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["sum", "max"])
-def test_reduce(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
-    if not is_there(op, dtype):
-        return
-    for group, count, size in groups_and_sizes(make):
-        values = [given(position, (size,), dtype) for position in range(count)]
-        expected, root = reference(values, op), size % count
-        tensors = on(group, values)
-        out = torch.empty_like(tensors[root])
-        assert group.reduce(tensors, root, op, out) is out
-        assert agree([out], expected)
-        assert all(agree([tensor], value) for tensor, value in zip(tensors, values, strict=True))
-        assert group.reduce(tensors, root, op) is tensors[root]
-        assert agree([tensors[root]], expected), (count, size)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_broadcast(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
-    for group, count, size in groups_and_sizes(make):
-        values = [given(position, (size,), dtype) for position in range(count)]
-        tensors, root = on(group, values), size % count
-        assert group.broadcast(tensors, root) == tensors
-        assert agree(tensors, values[root]), (count, size)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_gather(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
-    for count in (1, 2, 3, 4):
-        group = make(count)
-        for shape in [(size,) for size in SIZES] + [(3, 5), ()]:
-            values = [given(position, shape, dtype) for position in range(count)]
-            made = group.all_gather(on(group, values))
-            outs = [torch.zeros_like(one) for one in made]
-            assert group.all_gather(on(group, values), outs) == outs
-            assert agree([*made, *outs], torch.stack(values)), (count, shape)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["sum", "min"])
-def test_reduce_scatter(make: Callable[[int], DeviceGroup], op: str, dtype: torch.dtype) -> None:
-    if not is_there(op, dtype):
-        return
-    for group, count, size in groups_and_sizes(make):
-        values = [given(position, (count, size), dtype) for position in range(count)]
-        expected, tensors = reference(values, op), on(group, values)
-        made = group.reduce_scatter(tensors, op)
-        outs = [torch.zeros_like(one) for one in made]
-        assert group.reduce_scatter(tensors, op, outs) == outs
-        for position in range(count):
-            assert agree([made[position], outs[position]], expected[position]), (count, size)
-            assert agree([tensors[position]], values[position])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_tensors_of_any_strides(make: Callable[[int], DeviceGroup], dtype: torch.dtype) -> None:
-    for count in (2, 3):
-        group = make(count)
-        if group.implementation == "nccl" and dtype == torch.bfloat16:
-            pytest.skip("NCCL rounds at each hop")
-        values = [given(position, (count, 37), dtype) for position in range(count)]
-        expected = reference(values, "sum")
-        tensors = [apart(tensor) for tensor in on(group, values)]
-        outs = [apart(tensor[0].zero_().unsqueeze(0))[0] for tensor in on(group, values)]
-        group.reduce_scatter(tensors, "sum", outs)
-        assert all(agree([out], expected[position]) for position, out in enumerate(outs))
-        gathered = [
-            apart(torch.zeros(count * count, 37, dtype=dtype, device=device)).unflatten(0, (count, count))
-            for device in group.devices
-        ]
-        group.all_gather(tensors, gathered)
-        assert agree(gathered, torch.stack(values))
-        group.reduce(tensors, 1, out=gathered[1][0])
-        assert agree([gathered[1][0]], expected)
-        assert agree([gathered[1][1]], values[1])
-        group.all_reduce(tensors)
-        assert agree(tensors, expected)
-        group.broadcast(tensors := [apart(tensor) for tensor in on(group, values)], 1)
-        assert agree(tensors, values[1])
 
 
 def test_many_transfers_in_one_call(make: Callable[[int], DeviceGroup]) -> None:
     group, count = make(3), 3
-    values = [[given(position, (size,), torch.float32) for position in range(count)] for size in SIZES]
+    values = [[given(position, size) for position in range(count)] for size in SIZES * 4]
     summed = [on(group, of_key) for of_key in values]
     outs = [[torch.zeros_like(value) for value in of_key] for of_key in summed]
-    totals = [torch.zeros_like(of_key[number % count]) for number, of_key in enumerate(summed)]
+    own = [of_key[number % count] for number, of_key in enumerate(summed)]
+    totals = [one if number % 2 else torch.zeros_like(one) for number, one in enumerate(own)]  # some are values
     group.move([(of_key, total, out) for of_key, total, out in zip(summed, totals, outs, strict=True)])
     for of_key, total, out in zip(values, totals, outs, strict=True):
-        assert agree([total, *out], reference(of_key, "sum"))
+        assert agree([total, *out], combined(of_key, "sum"))
     for total in totals:
         total.add_(1)
     group.move([((), total, out) for total, out in zip(totals, outs, strict=True)])
     for of_key, out in zip(values, outs, strict=True):
-        assert agree(out, reference(of_key, "sum") + 1)
-
-
-@pytest.mark.parametrize("op", ["min", "max", "sum", "product"])
-def test_nan_and_infinity_are_kept(make: Callable[[int], DeviceGroup], op: str) -> None:
-    nan, inf = float("nan"), float("inf")
-    group = make(3)
-    values = [torch.tensor([nan, 1.0, 2.0, inf]), torch.tensor([1.0, nan, 2.0, inf]), torch.tensor([1.0, 1.0, nan, 1])]
-    tensors = on(group, values)
-    group.all_reduce(tensors, op)
-    for tensor in tensors:
-        assert tensor.isnan().tolist() == [True, True, True, False]
-        assert tensor[3].item() == (1.0 if op == "min" else inf)
+        assert agree(out, combined(of_key, "sum") + 1)
 
 
 def test_sums_are_made_in_the_order_of_the_positions(make: Callable[[int], DeviceGroup]) -> None:
@@ -244,9 +157,7 @@ def test_sums_are_made_in_the_order_of_the_positions(make: Callable[[int], Devic
 
 def test_autograd_sees_writes_but_records_nothing(make: Callable[[int], DeviceGroup]) -> None:
     group = make(2)
-    leaves = [
-        given(position, (5,), torch.float32).to(group.devices[position]).requires_grad_() for position in range(2)
-    ]
+    leaves = [given(position, 5).to(group.devices[position]).requires_grad_() for position in range(2)]
     kept = [(leaf * leaf).sum() for leaf in leaves]
     versions = [leaf._version for leaf in leaves]
     group.all_reduce(leaves)
@@ -256,23 +167,12 @@ def test_autograd_sees_writes_but_records_nothing(make: Callable[[int], DeviceGr
         kept[1].backward()
 
 
-def test_memory_around_a_tensor_is_not_written(make: Callable[[int], DeviceGroup]) -> None:
-    group = make(3)
-    wide = on(group, [torch.full((101,), -1.0)] * 3)
-    values = [given(position, (90,), torch.float32) for position in range(3)]
-    for one, value in zip(wide, values, strict=True):
-        one[3:93] = value.to(one.device)
-    group.all_reduce([one[3:93] for one in wide])
-    assert agree([one[3:93] for one in wide], reference(values, "sum"))
-    assert all((one[:3] == -1).all() and (one[93:] == -1).all() for one in wide)
-
-
 @pytest.mark.parametrize("root", [0, 1, 2])
 def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
     """Tensors are large enough for threads; the sum may overwrite any of its values."""
     group, size = DeviceGroup([cpu(position) for position in range(3)], "copies"), (9 << 20) // 4 + 5
-    values = [given(position, (size,), torch.float32) % 1000 for position in range(3)]
-    expected, tensors = reference(values, "sum"), on(group, values)
+    values = [given(position, size) % 1000 for position in range(3)]
+    expected, tensors = combined(values, "sum"), on(group, values)
     group.reduce(tensors, root)
     assert agree([tensors[root]], expected)
     assert all(agree([tensors[position]], values[position]) for position in range(3) if position != root)
@@ -288,10 +188,10 @@ def test_large_host_sums_run_chunk_by_chunk(root: int) -> None:
 def test_with_copies_each_device_combines_a_slice(op: str) -> None:
     backend = Copies([torch.device("cpu", index) for index in range(3)])  # the same memory by different names
     for size in SIZES:
-        values = [given(position, (size,), torch.float32, op) for position in range(3)]
-        tensors = [value.clone() for value in values]
+        cell = Cell("all_reduce", size, op=op)
+        tensors = [value.clone() for value in inputs_of(cell, 3)]
         backend.all_reduce(tensors, op)
-        assert agree(tensors, reference(values, op)), size
+        assert agree(tensors, combined(inputs_of(cell, 3), op)), size
 
 
 @pytest.mark.gpu
@@ -299,9 +199,9 @@ def test_transfers_between_gpus_use_their_group() -> None:
     if not num_gpus():
         pytest.skip("there is no GPU")
     devices = [gpu(position % num_gpus()).torch_device for position in range(2)]
-    values = [given(position, (1001,), torch.float32) for position in range(2)]
+    values = [given(position, 1001) for position in range(2)]
     on_gpus = [value.to(device) for value, device in zip(values, devices, strict=True)]
     outs, total = [torch.zeros_like(one) for one in on_gpus], torch.zeros_like(on_gpus[1])
     host = torch.zeros(1001)
     move([(on_gpus, total, outs), (on_gpus, host, ())])  # the second one, to the host, by copies
-    assert agree([total, *outs, host], reference(values, "sum"))
+    assert agree([total, *outs, host], combined(values, "sum"))

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from gangline.collectives.liveness import status_socket
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
-from tests.collectives.situations import SITUATIONS, Said, all_reduce, broadcast, error_of, expect, ramp
+from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, expect, ramp
 from tests.collectives.stage import WAITS, Actor, Stage
 
 pytestmark = pytest.mark.timeout(110)
@@ -321,32 +320,6 @@ def test_names_of_other_sockets_and_cut_names_of_processes_end_no_wait(monkeypat
 # Ranks that close
 
 
-def leave_with_an_error(comm: Communicator, path: str, leaver: int) -> list[Said | None]:
-    Actor(comm.rank, path)
-    comm.barrier()
-    if comm.rank == leaver:
-        raise LookupError(f"sample {comm.rank} is missing")
-    return [error_of(comm.barrier), error_of(comm.barrier)]
-
-
-@pytest.mark.slow
-def test_a_rank_that_closes_after_an_error_is_named() -> None:
-    with ExitStack() as stack:  # in parallel, as all of them wait
-        cases = [
-            (size, leaver, stack.enter_context(Stage(leave_with_an_error, size, leaver, transport=transport)))
-            for transport, size, leaver in (("shared_memory", 3, 1), ("ipc", 2, 0), ("tcp", 4, 3))
-        ]
-        endings = [(size, leaver, stage.outcomes()) for size, leaver, stage in cases]
-    for size, leaver, outcomes in endings:
-        assert isinstance(outcomes[leaver].error, LookupError)
-        for rank in set(range(size)) - {leaver}:
-            first, second = outcomes[rank].value
-            assert first.kind == "DeadNodeError"
-            text = rf"rank {leaver} closed its communicator \(rank \d waited in barrier\(\)\)"
-            assert re.fullmatch(text, first.text), first
-            assert second == first
-
-
 def leave_two_behind(comm: Communicator, path: str) -> None:
     actor = Actor(comm.rank, path)
     pair = comm.split(0 if comm.rank < 2 else None)
@@ -401,23 +374,7 @@ def test_a_rank_may_close_with_a_group_still_open(transport: str) -> None:
         assert [outcome.error for outcome in stage.outcomes()] == [None] * 3
 
 
-def close_at_once(comm: Communicator, path: str, rounds: int) -> None:
-    Actor(comm.rank, path)
-    for index in range(rounds):
-        with comm.split(0) as child:
-            broadcast(1 << 6 * index, 0, child, index % comm.size)
-        with comm.split(0) as child:
-            all_reduce(1 << 6 * index, child, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("transport", "size"), [("shared_memory", 4), ("ipc", 3), ("tcp", 2), ("tcp", 4)])
-def test_messages_sent_before_close_arrive(transport: str, size: int) -> None:
-    with Stage(close_at_once, size, 4, transport=transport) as stage:
-        assert [outcome.error for outcome in stage.outcomes()] == [None] * size
-
-
-# Late and busy ranks
+# Late ranks
 
 
 def _pass_on(comm: Communicator, late: int) -> None:
@@ -523,49 +480,3 @@ def test_the_timeout_of_a_communicator_can_be_given() -> None:
 def _twice(call: Callable[[], object]) -> None:
     call()
     call()
-
-
-def be_busy(comm: Communicator, path: str, busy: int, limit: float) -> None:
-    actor = Actor(comm.rank, path)
-    os.environ["GANGLINE_HEARTBEAT_LIMIT"] = str(limit)
-    child = comm.split(0)
-    for occupation in (_hold_the_interpreter, _make_one_long_call):
-        child.barrier()
-        if comm.rank == busy:
-            actor.hear()  # the others are inside
-            occupation(2 * limit)
-        else:
-            actor.announce_waits()
-        all_reduce(100, child, 0)
-        all_reduce(1 << 19, child, 0)
-    child.close()
-
-
-def _hold_the_interpreter(seconds: float) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
-    sys.setswitchinterval(interval)
-
-
-def _make_one_long_call(seconds: float) -> None:
-    matrix = torch.arange(1 << 20).view(1 << 10, 1 << 10)  # products of integers are slow
-    rows, lasted = 16, 0.0
-    while lasted < seconds:
-        begin = time.monotonic()
-        matrix.repeat(-(-rows // len(matrix)), 1)[:rows] @ matrix
-        lasted = time.monotonic() - begin
-        rows = int(rows * min(100.0, max(1.2, 1.2 * seconds / lasted)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("transport", "size", "busy"), [("shared_memory", 2, 1), ("ipc", 2, 0), ("tcp", 3, 0)])
-def test_a_busy_rank_is_not_taken_for_dead(transport: str, size: int, busy: int) -> None:
-    with Stage(be_busy, size, busy, 0.5, transport=transport) as stage:
-        for _ in range(2):
-            for rank in set(range(size)) - {busy}:
-                assert stage.heard(rank) == WAITS
-            stage.say(busy)
-        assert [outcome.error for outcome in stage.outcomes()] == [None] * size

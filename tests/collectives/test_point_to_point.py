@@ -53,19 +53,6 @@ def _tags_out_of_order(comm: Communicator) -> None:
             _receive(comm, 0, tag, _message(tag, 0))
 
 
-def _many_under_way(comm: Communicator, number: int = 150) -> None:
-    other = 1 - comm.rank
-    sends = [comm.send(_message(index, comm.rank), other, index % 3, async_op=True) for index in range(number)]
-    targets = [torch.empty_like(_message(index, other)) for index in range(number)]
-    receives = [comm.recv(target, other, index % 3, async_op=True) for index, target in enumerate(targets)]
-    for index, work in enumerate(receives):
-        work.wait()
-        assert work.result is targets[index]
-        same(targets[index], _message(index, other), f"message {index}")
-    for work in sends:
-        work.wait()
-
-
 def _between_collectives(comm: Communicator) -> None:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for number in range(6):
@@ -137,7 +124,6 @@ def _everything(comm: Communicator) -> None:
     _from_any_rank(comm)
     if comm.size == 2:
         _tags_out_of_order(comm)
-        _many_under_way(comm)
         _misfits(comm, 5)
         _misfits(comm, 50_000)
         _written_again(comm)

@@ -72,16 +72,6 @@ def test_memory_that_another_stream_writes_after_it_is_freed_is_an_error(records
         on_simulated_gpu(torch.zeros(1)).host()  # work that gets the memory
 
 
-@pytest.mark.usefixtures("machine")
-def test_memory_in_use_by_its_own_stream_or_by_a_view_is_kept() -> None:
-    value, out = on_simulated_gpu(torch.full((4,), 3.0)), on_simulated_gpu(torch.zeros(4))
-    out.copy_(value)
-    half = value[2:]
-    del value
-    assert out.host().tolist() == [3.0] * 4
-    assert half.host().tolist() == [3.0] * 2
-
-
 # -- calls of NCCL that wait for each other -------------------------------------------------------------------------
 
 

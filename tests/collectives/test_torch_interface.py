@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.collectives.processes import Processes, Rank, join_group
@@ -128,19 +126,6 @@ def collectives_in_compiled_functions(group: Any, rank: int, _: int) -> Any:
     ]
 
 
-@probe
-def events_of_the_profiler(group: Any, rank: int, _: int) -> Any:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        all_reduced(given(rank), group)
-        dist.all_reduce(given(rank, 3), group=group, async_op=True).wait()
-        dist.barrier(group)
-    backend = dist.get_backend(group)
-    events = [event for event in profiled.events() if event.name.startswith(f"{backend}:")]
-    return sorted((event.name.replace("::", ":").partition(":")[2], str(event.input_shapes)) for event in events)
-
-
 # Training
 
 
@@ -156,29 +141,6 @@ def trained(model: nn.Module, rank: int, steps: int = 4, optimizer: Any = None) 
         model(torch.sin(given(rank, 18).view(3, 6) + step)).square().mean().backward()
         optimizer.step()
     return [value.detach() for value in model.parameters()]
-
-
-for option in ("gradient_as_bucket_view", "static_graph", "find_unused_parameters"):
-    PROBES[f"ddp_{option}"] = lambda group, rank, _, option=option: trained(
-        DistributedDataParallel(network(), process_group=group, **{option: True}), rank
-    )
-
-HOOKS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
-    "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
-    "power_sgd": lambda group: (
-        powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2, min_compression_rate=0.5),
-        powerSGD_hook.powerSGD_hook,
-    ),
-}
-
-
-def train_with_hook(name: str, group: Any, rank: int, _: int) -> Any:
-    model = DistributedDataParallel(network(), process_group=group)
-    model.register_comm_hook(*HOOKS[name](group))
-    return trained(model, rank)
-
-
-PROBES |= {f"ddp_hook_{name}": partial(train_with_hook, name) for name in HOOKS}
 
 
 @probe

@@ -173,8 +173,11 @@ class JobState:
             known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
             return self.views.rejection(rank, known, present)
         if len(members) >= count:
-            one = "; a worker has one dist_* store, which takes all its keys" if role == "worker" else ""
-            return f"the job has its {count} {role}s already{one}"
+            shared = (
+                "; a worker has one dist_* store, for all its keys: give the first one to what needs one, for "
+                "example Trainer(..., kvstore=first.kvstore) with names of its own for the parameters"
+            )
+            return f"the job has its {count} {role}s already{shared if role == 'worker' else ''}"
         if rank >= count:
             return f"{role} {rank} cannot take part; ranks are 0 to {count - 1}"
         if rank >= 0 and any(member.registration.rank == rank for member in members):

@@ -10,7 +10,10 @@ from gangline.kvstore.parameter_server.protocol import ROUND, Collective, Collec
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
 from gangline.kvstore.parameter_server.scheduler.views import Views
 
-FULL = "the job has its 2 workers already; a worker has one dist_* store, which takes all its keys"
+FULL = (
+    "the job has its 2 workers already; a worker has one dist_* store, for all its keys: give the first one to what "
+    "needs one, for example Trainer(..., kvstore=first.kvstore) with names of its own for the parameters"
+)
 
 
 def register(rank: int, incarnation: int = 0) -> Register:
