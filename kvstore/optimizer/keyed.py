@@ -37,7 +37,7 @@ class KeyedOptimizer:
         self._groups: dict[tuple[float, float], dict[str, Any]] = {}
         self._group_of: dict[Key, dict[str, Any]] = {}
         self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
-        self._starts: dict[Key, dict[str, float]] = {}  # by key: initial values of row state
+        self._starts: dict[Key, dict[str, complex]] = {}  # by key: initial values of row state
         self._uses_gpu = False
         self._begins_with_state = False  # whether the optimizer creates state with the weight, as Adagrad
 
@@ -167,7 +167,7 @@ class KeyedOptimizer:
                     "expected adam, or nn.Embedding(sparse=True)"
                 )
 
-    def _start_values(self, key: Key) -> dict[str, float]:
+    def _start_values(self, key: Key) -> dict[str, complex]:
         """Return the initial values of a key's elementwise state tensors: those after a step over zeros."""
         if key not in self._starts:
             probe = torch.zeros(1, dtype=self.weights[key].dtype, device=self.weights[key].device)
@@ -177,7 +177,7 @@ class KeyedOptimizer:
             optimizer.step()
             state = optimizer.state[probe].items()
             self._starts[key] = {
-                name: float(value) for name, value in state if isinstance(value, torch.Tensor) and value.dim()
+                name: value.item() for name, value in state if isinstance(value, torch.Tensor) and value.dim()
             }
         return self._starts[key]
 
@@ -258,7 +258,7 @@ class _Rows:
     """Some rows of a weight and their state, copied into a separate tensor for one update."""
 
     def __init__(
-        self, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, float]
+        self, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, complex]
     ) -> None:
         self.whole, self.indices, self.starts = whole, indices, starts
         self.weight = whole.detach().index_select(0, indices)

@@ -28,93 +28,24 @@ MANY = 9
 SHAPES = {"0-d": (), "empty": (0,), "no columns": (3, 0), "one": (1,), "odd": (5,), "matrix": (2, 3)}
 SHAPES |= {"not small": (70, 100), "split": (220, 300)}
 AXES: dict[str, Sequence[Any]] = {
-    "call": [
-        "push",
-        "pushpull",
-        "one by one",
-        "weighted",
-        "lacking",
-        "bucket",
-        "bucket of dicts",
-        "bucket apart",
-        "weighted bucket",
-    ],
-    "keys": ["one", "list of one", "two", "many", "repeated"],
+    "call": "push, pushpull, one by one, weighted, lacking, bucket, bucket of dicts, bucket apart, weighted bucket",
+    "keys": "one, list of one, two, many, repeated",
     "devices": (1, 2, 3, 4, "mixed"),
     "shape": (*SHAPES, "mixed"),
-    "dtype": (
-        [
-            "float32",
-            "float64",
-            "float16",
-            "bfloat16",
-            "float32 ",
-            "integer",
-            "bool",
-            "complex64",
-            "float64 ",
-            "bfloat16 ",
-            "integer ",
-        ]
-    ),
-    "value": [
-        "tensor",
-        "transposed",
-        "gaps",
-        "expanded",
-        "parameter",
-        "array",
-        "array with gaps",
-        "backwards",
-        "foreign bytes",
-        "read-only",
-        "rows",
-    ],
-    "out": [
-        "tensor",
-        "transposed",
-        "gaps",
-        "expanded",
-        "parameter",
-        "array with gaps",
-        "read-only",
-        "None",
-        "the value",
-        "another value",
-        "rows",
-    ],
-    "update": (
-        [
-            "none",
-            "updater",
-            "sgd",
-            "momentum",
-            "nesterov",
-            "adam",
-            "adagrad",
-            "clip_gradient",
-            "clip_norm",
-            "clip_global_norm",
-        ]
-    ),
-    "compression": ["none", "2bit", "fp16", "none ", "topk", "bf16 with feedback", "none  ", "fp16 both ways"],
-    "order": ("in order", "async", "async by priority"),
-    "init": ("list", "one by one", "broadcast", "async", "rows"),
-    "between": [
-        "nothing",
-        "one key",
-        "other keys",
-        "assign",
-        "learning rate",
-        "save and load",
-        "exchange",
-        "join",
-        "refused",
-        "optimizer again",
-        "row pull",
-    ],
+    "dtype": "float32, float64, float16, bfloat16, float32, integer, bool, complex64, float64, bfloat16, integer",
+    "value": "tensor, transposed, gaps, expanded, parameter, array, array with gaps, backwards, foreign bytes, "
+    "read-only, rows",
+    "out": "tensor, transposed, gaps, expanded, parameter, array with gaps, read-only, None, the value, another value, "
+    "rows",
+    "update": "none, updater, sgd, momentum, nesterov, adam, adagrad, clip_gradient, clip_norm, clip_global_norm",
+    "compression": "none, 2bit, fp16, none, topk, bf16 with feedback, none, fp16 both ways",
+    "order": "in order, async, async by priority",
+    "init": "list, one by one, broadcast, async, rows",
+    "between": "nothing, one key, other keys, assign, learning rate, save and load, exchange, join, refused, "
+    "optimizer again, row pull",
 }
-"""The axes; spaces repeat a value, so that it is drawn more often."""
+"""The axes, in text separated by commas; a value that is repeated is drawn more often."""
+AXES = {name: values.split(", ") if isinstance(values, str) else values for name, values in AXES.items()}
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 ORDER = 11
 """Prime number: at least as large as the longest axis."""
@@ -181,12 +112,12 @@ def made(number: int, levels: Sequence[int]) -> Cell:
     cell = {"number": number} | {
         name: of_axis[level % len(of_axis)] for (name, of_axis), level in zip(AXES.items(), levels, strict=True)
     }
-    dtype = cell["dtype"].strip()
-    return cell | {"dtype": getattr(torch, INTEGERS[number % len(INTEGERS)] if dtype == "integer" else dtype)}
+    dtype = INTEGERS[number % len(INTEGERS)] if cell["dtype"] == "integer" else cell["dtype"]
+    return cell | {"dtype": getattr(torch, dtype)}
 
 
 def text_of(cell: Cell) -> str:
-    return ", ".join(f"{name} {str(value).strip()!r}" for name, value in cell.items())
+    return ", ".join(f"{name} {str(value)!r}" for name, value in cell.items())
 
 
 # Values
@@ -260,13 +191,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def values_of(form: Any) -> Tensor:
-    if isinstance(form, RowSparse) or (isinstance(form, Tensor) and form.layout == torch.sparse_coo):
-        return form.to_dense()
-    return (
-        form.detach().clone()
-        if isinstance(form, Tensor)
-        else torch.from_numpy(form.astype(form.dtype.newbyteorder("=")))
-    )
+    return form.detach() if isinstance(form, Tensor) else torch.from_numpy(form)
 
 
 def is_writable(form: Any) -> bool:

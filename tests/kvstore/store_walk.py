@@ -29,7 +29,6 @@ from tests.kvstore.store_grid import (
     Job,
     Plain,
     Reference,
-    cells,
     fill,
     is_writable,
     memory_of,
@@ -66,7 +65,7 @@ class Walk:
 
     def set_up(self, group: Sequence[Cell]) -> None:
         """Set the optimizer or updater and the compression of a group of cells."""
-        kv, update, compression = self.kv, group[0]["update"], group[0]["compression"].strip()
+        kv, update, compression = self.kv, group[0]["update"], group[0]["compression"]
         if update == "updater" and self.job.is_dist:
             self.refused(lambda: kv.set_updater(updater), Refusal(ValueError, "takes no updater; use set_optimizer"))
             update = "none"
@@ -195,7 +194,7 @@ class Walk:
             if round_ < ROUNDS - 1:
                 self.between(cell, keys, round_)
 
-    def init(self, cell: Cell, keys: Sequence[Any], prefix: int = 0) -> None:
+    def init(self, cell: Cell, keys: Sequence[Any]) -> None:
         kv, way = self.kv, cell["init"]
         of_rank = [[numbers(self.shape(cell, i), cell["dtype"], i, r) for i in range(len(keys))] for r in (0, kv.rank)]
         values: list[Any] = [one.clone() for one in of_rank[1]]
@@ -252,7 +251,8 @@ class Walk:
                 if refusal is None:
                     raise
                 self.check_refusal(error, refusal)
-                self.check_values(values, outs if cell["order"] != "in order" else [], before)
+                may_write = cell["order"] != "in order" or call == "one by one"
+                self.check_values(values, outs if may_write else [], before)
                 self.was_refused = not refusal.after_push
                 if self.was_refused:
                     self.check_stored(cell, keys)
@@ -261,6 +261,7 @@ class Walk:
             else:
                 self.was_refused = False
                 assert refusal is None, f"not refused: expected {refusal}"
+                self.check_values(values, outs, before)
         for key in keys:
             pushed = [
                 [one for at, i in enumerate(positions) if keys[i] == key for one, _ in made[at][of_rank]]
@@ -269,7 +270,6 @@ class Walk:
             reference.push(key, pushed, weights, absent)
         reference.end_updates()
         if rank != absent:
-            self.check_values(values, outs, before)
             for i, of in zip(positions, outs, strict=bool(outs)):
                 for out in of:
                     self.check_out(cell, keys[i], out, before[id(out)])
@@ -500,6 +500,9 @@ class Walk:
         kv, reference, update, rank = self.kv, self.reference, self.reference.update, self.kv.rank
         fits = self.fits(cell)
         what = cell["between"]
+        if self.bucket in getattr(kv, "_flats", ()) and not round_:  # other buckets take the memory of this one
+            for half in filter(None, ([(key, reference.values[key]) for key in keys[i::2]] for i in (1, 0))):
+                kv.fuse(next(plan(half, 1 << 30)))
         if what == "one key" and fits:
             self.push(cell, [(keys[0], 0)], round_)
         elif what == "other keys" and fits:
@@ -518,10 +521,10 @@ class Walk:
             self.meet()
             self.set_rate(reference.rate / 2)
         elif what == "learning rate":
-            self.refused_here(lambda: kv.set_learning_rate(0.5), Refusal(RuntimeError, "set_optimizer"))
+            self.refused(lambda: kv.set_learning_rate(0.5), Refusal(RuntimeError, "set_optimizer"))
         elif what == "save and load" and update not in OPTIMIZERS:
             path = f"{self.folder}/states"
-            self.refused_here(lambda: kv.save_optimizer_states(path), Refusal(RuntimeError, "set_optimizer"))
+            self.refused(lambda: kv.save_optimizer_states(path), Refusal(RuntimeError, "set_optimizer"))
         elif what == "save and load" and fits:
             self.save_and_load(cell, keys, round_)
         elif what == "exchange":
@@ -581,7 +584,7 @@ class Walk:
 
         if bad or not self.job.is_async:
             words = "has shape" if bad or self.job.store == "allreduce" else "was refused"
-            self.refused_here(push, Refusal(ValueError if bad else MismatchError, words))
+            self.refused(push, Refusal(ValueError if bad else MismatchError, words))
         else:
             push()
         if self.job.is_async:
@@ -616,9 +619,6 @@ class Walk:
             kv.load_compression_residuals(residuals)
         self.meet()
 
-    def refused_here(self, call: Callable[[], Any], refusal: Refusal) -> None:
-        self.refused(call, refusal)
-
 
 def _finished(work: Any) -> BaseException | None:
     """Wait for a call and return its error."""
@@ -636,14 +636,14 @@ def _shown(value: Tensor) -> str:
     return f"{value.flatten()[:6].tolist()} of {tuple(value.shape)}, {value.dtype}"
 
 
-def groups(strength: int, job: Job) -> list[list[list[Cell]]]:
-    """Return the cells for each start of a job, those of equal settings together.
+def groups(chosen: Iterable[Cell], job: Job) -> list[list[list[Cell]]]:
+    """Return cells for each start of a job, those of equal settings together.
 
     A parameter server cannot go back to no optimizer, and takes none once it holds integers.
     """
     found: dict[Any, list[Cell]] = defaultdict(list)
-    for cell in cells(strength):
-        found[cell["update"], cell["compression"].strip()].append(cell)
+    for cell in chosen:
+        found[cell["update"], cell["compression"]].append(cell)
     if not job.is_dist:
         return [[*found.values()]]
     plain = [group for (update, _), group in found.items() if update in ("none", "updater")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 from torch import nn
 
 from gangline import Communicator, DistributedOptimizer, Module, cpu, create, spawn
-from gangline.kvstore import KVStore, Trainer
+from gangline.kvstore import Trainer
 from gangline.kvstore.reducer import written_weights
 from tests.collectives.ranks import in_threads
-from tests.kvstore.parameter_server.processes import run_job
 from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
@@ -30,19 +28,6 @@ def jobs(code: str, *words: str) -> tuple[int, list[str], list[str]]:
 
 
 # Which store
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [("-s", "0"), ("-s", "1")])
-def test_a_trainers_default_store_joins_the_workers_of_the_job(words: tuple[str, ...]) -> None:
-    code = """\
-torch.manual_seed(0); net = torch.nn.Linear(1, 1, bias=False); torch.nn.init.zeros_(net.weight)
-tr = gangline.Trainer(net, "sgd", {"learning_rate": 1.0})
-net(torch.full((1, 1), 1.0 + rank)).sum().backward(); tr.step(1); print(net.weight.item(), flush=True)
-tr.kvstore.close()
-"""
-    status, out, errors = jobs(code, *words)
-    assert (status, sorted(out)) == (0, ["[worker 0] -1.5", "[worker 1] -1.5"]), errors
 
 
 def test_a_store_of_one_process_in_a_job_of_several_is_a_warning(
@@ -111,16 +96,6 @@ def test_a_restarted_worker_that_cannot_continue_fails_the_job_by_name(code: str
 
 
 # Fronts beside each other
-
-
-def test_keys_of_another_front_are_refused() -> None:
-    with create("local") as kv:
-        Trainer(nn.Linear(1, 1), "sgd", kvstore=kv)
-        module = Module(nn.Linear(1, 1), nn.MSELoss(), context=[cpu(0), cpu(1)])
-        with pytest.raises(ValueError, match=r"store holds keys \['weight', 'bias'\] already; give the Module others"):
-            module.init_optimizer(kv)
-        with pytest.raises(ValueError, match=r"store holds keys \['weight', 'bias'\] already; give the Trainer others"):
-            Trainer(nn.Linear(1, 1), "sgd", kvstore=kv)
 
 
 # Writes between steps
@@ -195,15 +170,13 @@ def test_a_step_sums_each_weight_twice_and_of_a_table_the_rows_that_it_replaces(
 # Two optimizers on one store
 
 
-def gan(store: str | KVStore, shard: str | None = None, folder: str = "") -> list[float]:
+def _gan(comm: Communicator, shard: str | None, folder: str) -> list[float]:
     """Return the weights of two networks with a Trainer each, after steps in turn, and after loading of states."""
-    with ExitStack() as stack:
-        kv = stack.enter_context(create(store)) if isinstance(store, str) else store
+    with create("allreduce", communicator=comm) as kv:
         nets = [nn.Linear(1, 3, bias=False) for _ in range(2)]
         for net in nets:
             nn.init.ones_(net.weight)
-        clips = "clip_norm" if kv.is_async else "clip_global_norm"
-        own = {"learning_rate": 0.5, "momentum": 0.5}, {"learning_rate": 0.01, clips: 1.0}
+        own = {"learning_rate": 0.5, "momentum": 0.5}, {"learning_rate": 0.01, "clip_global_norm": 1.0}
         two = [
             Trainer({name: net.weight}, optimizer, arguments, kv, shard=shard)
             for name, net, optimizer, arguments in zip("GD", nets, ("sgd", "adam"), own, strict=True)
@@ -246,36 +219,14 @@ def alone(mean: float) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_two_trainers_on_one_store_have_an_optimizer_each(store: str, tmp_path: Path) -> None:
-    assert gan(store, folder=str(tmp_path)) == pytest.approx(alone(1.0))
-
-
-def _gan(comm: Communicator, shard: str | None, folder: str) -> list[float]:
-    with create("allreduce", communicator=comm) as kv:
-        return gan(kv, shard, folder)
-
-
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_two_trainers_of_several_workers_have_an_optimizer_each(shard: str | None, tmp_path: Path) -> None:
     first, second = in_threads(2, _gan, shard, str(tmp_path))
     assert first == second == pytest.approx(alone(1.5))
 
 
-@pytest.mark.parametrize(
-    ("store", "workers"), [("dist_sync", 2), pytest.param("dist_async", 1, marks=pytest.mark.slow)]
-)
-def test_two_trainers_on_servers_have_an_optimizer_each(store: str, workers: int, tmp_path: Path) -> None:
-    found = run_job(gan, workers, 1, store, None, str(tmp_path))
-    assert found == [pytest.approx(alone((1.0 + workers) / 2))] * workers
-
-
 def _trainer_beside_an_optimizer(comm: Communicator) -> list[float]:
-    return beside("allreduce", comm)
-
-
-def beside(store: str, comm: Communicator | None = None) -> list[float]:
-    with create(store, communicator=comm) if comm else create(store) as kv:
+    with create("allreduce", communicator=comm) as kv:
         nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
         for net in nets:
             nn.init.zeros_(net.weight)
@@ -302,11 +253,6 @@ def beside(store: str, comm: Communicator | None = None) -> list[float]:
 
 def test_a_trainer_a_distributed_optimizer_and_keys_of_ones_own_share_a_store() -> None:
     assert in_threads(2, _trainer_beside_an_optimizer) == [[-4.5, -45, -3, 0.25, 1]] * 2
-
-
-@pytest.mark.slow
-def test_they_share_servers() -> None:
-    assert run_job(beside, 2, 1, "dist_sync") == [[-4.5, -45, -3, 0.25, 1]] * 2
 
 
 def _mixed(comm: Communicator) -> list[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gangline import Work
@@ -18,37 +16,30 @@ from gangline.kvstore.arguments import Pairs, Pushed
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.device import DeviceStore
 from gangline.kvstore.optimizer.group import OptimizerGroup
-from tests.kvstore import keyed
-from tests.kvstore.keyed import KEYS, LIMIT, SHAPES, check_same, gradient, held, owned, pulled, push, weights
+from tests.kvstore.keyed import (
+    KEYS,
+    LIMIT,
+    OPTIMIZERS,
+    SHAPES,
+    check_same,
+    gradient,
+    held,
+    owned,
+    pulled,
+    push,
+    weights,
+)
 from tests.operations import Operations
 
 CPU = torch.device("cpu")
 DEVICES = 2
-OPTIMIZERS = {name: arguments for name, (_, arguments) in keyed.OPTIMIZERS.items()}
-OPTIMIZERS["nag"] = OPTIMIZERS["nag"] | {"lr_mult": {3: 10}, "wd_mult": {"3": 0}}
-
-
-def updater(key: Any, summed: torch.Tensor, stored: torch.Tensor) -> None:
-    stored.mul_(0.5).add_(summed.mul_(0.25))
-
-
 # What makes a store do more than replace.
-Setting = Callable[[KVStore], None]
+Setting = Callable[[KVStore], object]
 SETTINGS: dict[str, Setting] = {
     "nothing": lambda kv: None,
-    "updater": lambda kv: kv.set_updater(updater),
-    "2bit": lambda kv: kv.set_gradient_compression({"type": "2bit", "threshold": 0.3}),
     "clipped sgd": lambda kv: kv.set_optimizer(("sgd", {"lr": 0.1, "rescale_grad": 0.5, "clip_gradient": 0.4})),
-    **{name: lambda kv, name=name: kv.set_optimizer((name, OPTIMIZERS[name])) for name in OPTIMIZERS},  # type: ignore[misc]
+    "sgd": lambda kv: kv.set_optimizer(("sgd", OPTIMIZERS["sgd"][1])),
 }
-
-
-def compressed_adam(kv: KVStore) -> None:
-    kv.set_optimizer(("adam", OPTIMIZERS["adam"]))
-    kv.set_gradient_compression({"type": "topk", "ratio": 0.3})
-
-
-SETTINGS["topk and adam"] = compressed_adam
 
 
 def bucket_of(keys: Sequence[Any] = KEYS) -> Bucket:
@@ -132,105 +123,6 @@ def test_every_plan_has_each_key_once_without_overlap(
             view += 1
         assert int(made.sum(dtype=torch.int64)) == sum(likes[key].numel() for key in bucket.keys)
         assert made.numel() == 0 or made.max() <= 1  # no two keys share an element
-
-
-# -- the same bits ----------------------------------------------------------------------------------------------------
-
-
-ROW_SETTINGS = sorted(set(SETTINGS) - {"updater", "muon", "adafactor"})
-"""Settings that take row-sparse gradients."""
-SUBSETS = st.sets(st.sampled_from(KEYS)).map(lambda keys: [key for key in KEYS if key in keys])
-PARTITIONS = {
-    "one": [KEYS],
-    "backwards": [KEYS[::-1]],
-    "two": [["a/b.gamma", "fc.weight"], [3, "3"]],
-    "two in order": [KEYS[:2], KEYS[2:]],
-    "some": [["3", "fc.weight"]],
-}
-CALLS = st.one_of(
-    st.tuples(st.just("push keys"), SUBSETS),
-    st.tuples(st.just("pushpull"), SUBSETS.filter(bool)),
-    st.tuples(st.just("push rows"), st.lists(st.integers(0, 3), max_size=3)),
-    st.tuples(st.just("push bucket"), st.sampled_from(sorted(PARTITIONS)), SUBSETS, st.booleans()),
-    st.tuples(st.just("fuse"), st.sampled_from(sorted(PARTITIONS))),
-    st.tuples(st.just("assign"), st.sampled_from(KEYS)),
-    st.tuples(st.just("reload")),
-)
-
-
-@settings(max_examples=settings.default.max_examples * 2)  # type: ignore[union-attr]
-@given(
-    store=st.sampled_from(["local", "device"]),
-    setting=st.sampled_from(sorted(SETTINGS)),
-    dtype=st.sampled_from([*[torch.float32, torch.float64] * 3, torch.float16, torch.bfloat16, torch.int64]),
-    is_transposed=st.booleans(),
-    devices=st.integers(1, 3),
-    calls=st.lists(CALLS, min_size=4, max_size=12),
-)
-def test_any_sequence_of_calls_on_buckets_has_the_bits_of_the_same_calls_by_keys(
-    store: str, setting: str, dtype: torch.dtype, is_transposed: bool, devices: int, calls: list[Any]
-) -> None:
-    """Buckets may be fused or not, anew at any time, pushed in part, and lie within larger tensors."""
-    if dtype not in (torch.float32, torch.float64):
-        setting = "nothing"
-    scale = 1 if dtype.is_floating_point else 7
-    start = weights(dtype)
-    if is_transposed:
-        start["fc.weight"] = start["fc.weight"].t().contiguous().t()
-    buckets = {
-        name: [next(plan([(key, start[key]) for key in keys], 1 << 20)) for keys in partition]
-        for name, partition in PARTITIONS.items()
-    }
-    with create(store) as kv, create(store) as other, tempfile.TemporaryDirectory() as folder:
-        for one in (kv, other):
-            one.init(KEYS, list(start.values()))
-            SETTINGS[setting](one)
-        works = []
-        for step, (call, *arguments) in enumerate(calls):
-            values = {
-                key: [(gradient(key, step, device) * scale).to(dtype) for device in range(devices)] for key in KEYS
-            }
-            if call in ("push keys", "pushpull"):
-                for one in (kv, other):
-                    pushed = [[value.clone() for value in values[key]] for key in arguments[0]]
-                    (one.push if call == "push keys" else one.pushpull)(list(arguments[0]), pushed)
-            elif call == "push rows":
-                part = RowSparse(arguments[0], torch.ones(len(arguments[0]), 6).to(dtype), (4, 6))
-                for one in (kv, other) if setting in ROW_SETTINGS else ():
-                    one.push("fc.weight", part)
-                outs = [torch.zeros(4, 6, dtype=dtype) for _ in range(2)]
-                for one, out in zip((kv, other), outs, strict=True):
-                    one.row_sparse_pull("fc.weight", out, row_ids=arguments[0])
-                assert torch.equal(*outs)
-            elif call == "push bucket":
-                for bucket in buckets[arguments[0]]:
-                    whole = torch.full(((devices + 1) * bucket.numel,), 77.0, dtype=dtype)
-                    given_flats = list(whole.split(bucket.numel)[1:])
-                    for device, part in enumerate(given_flats):
-                        for key, view in bucket.views(part.zero_()).items():
-                            view.copy_(values[key][device])
-                    keys = [key for key in bucket.keys if key in arguments[1]]
-                    works.append(kv.push_bucket(bucket, given_flats, keys, async_op=arguments[2]))
-                    other.push(keys, [values[key] for key in keys])
-                    out = torch.full((2 * bucket.numel,), 99.0, dtype=dtype)
-                    kv.pull_bucket(bucket, [out[bucket.numel :]])
-                    assert (out[: bucket.numel] == 99).all()
-                    check_same(bucket.views(out[bucket.numel :]), pulled(other, bucket.keys, dtype))
-            elif call == "fuse":
-                for bucket in buckets[arguments[0]]:
-                    kv.fuse(bucket)
-            elif call == "assign":
-                for one in (kv, other):
-                    one.assign(arguments[0], values[arguments[0]][0])
-            elif setting in OPTIMIZERS:
-                kv.save_optimizer_states(Path(folder, "states"))
-                kv.load_optimizer_states(Path(folder, "states"))
-        for work in works:
-            work.wait(LIMIT)
-        check_same(pulled(kv, dtype=dtype), pulled(other, dtype=dtype))
-        if setting in OPTIMIZERS:
-            found, expected = kv.optimizer_state().tensors, other.optimizer_state().tensors
-            check_same(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 # -- owners on the device store ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from gangline import kvstore
-from gangline.kvstore import KVStore, RowSparse, Trainer
+from gangline.kvstore import KVStore, Trainer
 from gangline.kvstore.buckets import plan
 from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Command, CommandResult, Push, ValuesRead
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.cases import check
 from tests.kvstore.parameter_server.in_process import Job, RawClient
 
@@ -159,20 +157,6 @@ def test_the_order_of_pushes_does_not_change_the_bits() -> None:
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_keys_without_a_push_count_neither_for_the_norm_nor_the_update(store: str) -> None:
-    kv = started(kvstore.create(store), clip_global_norm=1.0, wd=0.5)
-    kv.assign("bias", torch.ones(4, dtype=torch.float64))
-    kv.update()  # nothing was pushed
-    for _ in range(2):
-        kv.push("one", torch.tensor(3.0, dtype=torch.float64))
-        kv.update()
-    weight, bias, one = pulled(kv)
-    assert not weight.any()
-    assert torch.equal(bias, torch.ones(4, dtype=torch.float64))
-    assert float(one) == pytest.approx(-1.5, abs=1e-5)  # -1, then -1 + 0.5 * 1 - 1
-
-
 def test_a_pending_push_forbids_pull_and_push_and_can_be_dropped() -> None:
     kv = started(kvstore.create("local"), clip_global_norm=1.0)
     ones = torch.ones(4, dtype=torch.float64)
@@ -214,49 +198,6 @@ def test_the_rate_and_the_state_are_those_of_update(tmp_path: Path) -> None:
 # Workers
 
 
-LARGE = {"small": (7, 5), "vector": (200_003,), "matrix": (301, 500)}
-"""Keys; some are split over two servers."""
-
-
-def whole_numbers(shape: tuple[int, ...], rank: int, step: int) -> Tensor:
-    return ((torch.arange(math.prod(shape)) * (2 * step + 3) + 5 * rank) % 31 - 15).double().view(shape)
-
-
-def keys_that_are_cut(kv: KVStore) -> None:
-    """Return the weights and state of a local store that gets the sums."""
-    for name, threshold in (("clip_gradient", 2.0), ("clip_global_norm", 7.0), ("clip_norm", 5.0)):
-        arguments = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1, "lr_mult": {"vector": 3}, "rescale_grad": 0.5}
-        local = kvstore.create("local")
-        for store in (kv, local):
-            new = [key for key in LARGE if key not in store]
-            store.init(new, [torch.zeros(LARGE[key], dtype=torch.float64) for key in new])
-            store.assign(list(LARGE), [torch.ones(shape, dtype=torch.float64) for shape in LARGE.values()])
-            store.set_optimizer(("sgd", {**arguments, name: threshold}))
-        if isinstance(kv, DistStore):  # a key's own norm wants it whole
-            assert (len(kv._shards["vector"]) > 1) is (name != "clip_norm")
-        for step in range(2):
-            of_ranks = [
-                [whole_numbers(shape, rank, step) for rank in range(kv.num_workers)] for shape in LARGE.values()
-            ]
-            kv.push(list(LARGE), [of_key[kv.rank] for of_key in of_ranks], async_op=step == 1).wait()
-            local.push(list(LARGE), of_ranks)
-            for store in (kv, local):
-                store.update()
-        for key, shape in LARGE.items():
-            found, expected = (torch.empty(shape, dtype=torch.float64) for _ in range(2))
-            kv.pull(key, found)
-            local.pull(key, expected)
-            assert apart([found], [expected]) <= 1e-12, (name, key)
-        with tempfile.TemporaryDirectory() as folder:
-            states = []
-            for number, store in enumerate((kv, local)):
-                store.save_optimizer_states(Path(folder, str(number)))
-                states.append(read_optimizer_states(Path(folder, str(number))))
-            assert states[0].tensors.keys() >= states[1].tensors.keys() >= {'"vector"/momentum_buffer'}
-            for place, tensor in states[1].tensors.items():
-                assert apart([states[0].tensors[place]], [tensor]) <= 1e-12, (name, place)
-
-
 def a_few_keys(kv: KVStore, prefix: str) -> tuple[str, str]:
     """A dense key and a table, under a global norm of 1."""
     dense, table = f"{prefix}-dense", f"{prefix}-table"
@@ -269,17 +210,6 @@ def values_of(kv: KVStore, dense: str, table: str) -> list[float]:
     out = [torch.empty(2, dtype=torch.float64), torch.empty(5, 1, dtype=torch.float64)]
     kv.pull([dense, table], out)
     return [round(float(value), 4) for value in torch.cat([out[0], out[1].view(-1)])]
-
-
-def rows_of_workers(kv: KVStore) -> list[float]:
-    """Rows are summed over workers before they count."""
-    dense, table = a_few_keys(kv, "rows")
-    kv.push(dense, torch.tensor([1.0, 1.0], dtype=torch.float64))
-    kv.push(table, RowSparse([1, 4 * kv.rank], torch.full((2, 1), 2.0, dtype=torch.float64), (5, 1)))
-    kv.update()  # 2, 2 | 2, 4, 0, 0, 2: the norm is the root of 32
-    found = values_of(kv, dense, table)
-    assert found == [round(-one / math.sqrt(32), 4) + 0.0 for one in (2, 2, 2, 4, 0, 0, 2)]
-    return found
 
 
 def the_rate_is_rank_0s(kv: KVStore) -> list[float]:
@@ -322,35 +252,10 @@ def who_has_joined_takes_part(kv: KVStore) -> list[float]:
 
 
 CASES = [
-    keys_that_are_cut,
-    rows_of_workers,
     the_rate_is_rank_0s,
     what_waits_can_be_dropped,
     who_has_joined_takes_part,
 ]
-
-
-def async_clips_by_norm_alone(kv: KVStore) -> str:
-    kv.init("key", torch.zeros(2))
-    with pytest.raises(ValueError, match="expected a sync store, or clip_norm or clip_gradient") as raised:
-        kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_global_norm": 1.0}))
-    kv.set_optimizer(("sgd", {"learning_rate": 1.0, "clip_norm": 1.0}))
-    kv.push("key", torch.tensor([30.0, 40.0]))
-    kv.barrier()
-    out = torch.empty(2)
-    kv.pull("key", out)
-    assert torch.allclose(out, torch.tensor([-1.2, -1.6]), atol=1e-5)  # each worker's push is clipped by itself
-    return str(raised.value)
-
-
-@pytest.mark.slow
-def test_servers_clip_the_sums_of_workers() -> None:
-    check("dist_sync", 2, 2, CASES)
-
-
-@pytest.mark.slow
-def test_in_async_each_push_is_clipped_by_itself() -> None:
-    check("dist_async", 2, 1, [async_clips_by_norm_alone])
 
 
 def test_allreduce_workers_clip_their_sums() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
-from gangline.kvstore import KVStore, create
+from gangline.kvstore import KVStore
 from gangline.kvstore.buckets import plan
 from tests.kvstore.test_launch import launch
 
@@ -162,11 +161,3 @@ def test_a_key_above_2_gib(name: str) -> None:
     with launch("-n", "1", "-s", servers, "--", sys.executable, "-c", CODE, name) as job:
         status, out, errors = job.end(250)
     assert (status, out) == (0, ["[worker 0] right"]), errors
-
-
-def test_a_numpy_array_without_elements_is_written() -> None:
-    empty = torch.from_numpy(np.zeros((5, 0), np.float32))  # its strides are 0
-    kv = create("local")
-    kv.broadcast("none", empty, empty)
-    kv.pull("none", empty)
-    kv.pushpull("none", empty, empty)

@@ -6,17 +6,13 @@ import functools
 import re
 import resource
 import signal
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from gangline.kvstore import KVStore, OptimizerSpec, create
@@ -75,106 +71,39 @@ def test_the_table_of_these_tests_has_every_optimizer() -> None:
         OptimizerSpec.parse("no_such_optimizer")
 
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["at once", "key by key", "asynchronous", "pushpull"]),
-        st.sets(st.sampled_from(list(SHAPES))),
-        st.sampled_from([None, None, 0.2, 0.01, 0]),
-        st.sampled_from(["", "", "assigned", "back by a file", "back by memory", "local", "device"]),
-    ),
-    min_size=2,
-    max_size=6,
-)
-"""Kind of push of the keys with a gradient, the new rate, and what comes before: an assign, or the state goes on."""
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=settings.default.max_examples // 2)  # type: ignore[union-attr]
-@given(
-    store=st.sampled_from(STORES),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    devices=st.integers(1, 3),
-    lr_mult=st.sampled_from([{}, {"fc.weight": 10, 3: 0.5, "3": 0}]),
-    wd_mult=st.sampled_from([{}, {3: 2.0, "3": 0}, "mxnet"]),
-    option=st.sampled_from([{}, {}, {"maximize": True}, {"foreach": True}]),
-    clips=st.booleans(),
-    steps=STEPS,
-)
-def test_any_sequence_of_updates_is_torchs_bit_for_bit(
-    name: str,
-    store: str,
-    dtype: torch.dtype,
-    devices: int,
-    lr_mult: dict[Any, float],
-    wd_mult: dict[Any, float] | str,
-    option: dict[str, bool],
-    clips: bool,
-    steps: list[Any],
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_updates_and_a_state_that_goes_on_in_another_store_are_torchs_bit_for_bit(
+    kv: KVStore, name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Gradients are rescaled, then clipped, then decay is added; the pushed ones stay as they are."""
+    """Keys lack gradients in turn; the keys of names in "weight" and "gamma" alone have weight decay, as in MXNet."""
     optimizer_class, arguments = OPTIMIZERS[name]
-    # torch's foreach rounds bfloat16 otherwise while a key of the group has no state; here each key has its own group
-    if name != "muon" and not (option.get("foreach") and dtype == torch.bfloat16):
-        arguments = arguments | option
-    decay = arguments.get("weight_decay")
-    decay_mult = wd_mult if isinstance(wd_mult, dict) else {3: 0, "3": 0}  # of names in "weight" and "gamma" only
-    spec = (name, arguments | {"lr_mult": lr_mult} | ({"wd_mult": wd_mult} if decay is not None else {}))
-    if clips:
-        spec[1].update(rescale_grad=0.7, clip_gradient=0.4)
-    expected, rate = weights(dtype), arguments["lr"]
-    groups: list[dict[str, Any]] = [{"params": [expected[key]]} for key in SHAPES]
+    if name != "muon":
+        arguments = arguments | ({"maximize": True} if dtype == torch.float64 else {"foreach": dtype.itemsize > 2})
+    decay, spec = arguments.get("weight_decay"), arguments
+    if decay is not None:
+        spec = arguments | {"wd_mult": "mxnet"}
+    expected = weights(dtype)
+    groups: list[dict[str, Any]] = [{"params": [weight]} for weight in expected.values()]
+    for key, group in zip(SHAPES, groups, strict=True):
+        if decay is not None and key in (3, "3"):
+            group["weight_decay"] = 0.0
     optimizer = optimizer_class(groups, **arguments)
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        kv = stack.enter_context(create(store))
-        start(kv, spec, weights(dtype))
-        for step, (way, chosen, new_rate, change) in enumerate(steps):
-            if change == "assigned":
-                kv.assign(3, gradient(3, step).to(dtype))
-                expected[3].copy_(gradient(3, step))
-            elif change.startswith("back"):
-                before, state = pulled(kv, dtype=dtype), kv.optimizer_state()
-                kv.save_optimizer_states(Path(folder, "states"))
-                kv.push(list(SHAPES), [gradient(key, 9).to(dtype) for key in SHAPES])
-                kv.assign(list(before), list(before.values()))
-                if change == "back by memory":
-                    kv.load_optimizer_state(state)
-                else:
-                    kv.load_optimizer_states(Path(folder, "states"))
-            elif change:
-                kv.save_optimizer_states(Path(folder, "states"))
-                fresh = stack.enter_context(create(change))
-                start(fresh, spec, pulled(kv, dtype=dtype))
-                fresh.set_learning_rate(rate)
-                fresh.load_optimizer_states(str(Path(folder, "states")))
-                kv = fresh
-            if new_rate is not None and name != "rprop":  # whose rate is that of the first step
-                rate = new_rate
-                kv.set_learning_rate(rate)
-            assert kv.learning_rate == rate
-            keys = [key for key in SHAPES if key in chosen]
-            values = {key: [gradient(key, step, device).to(dtype) for device in range(devices)] for key in keys}
-            if way == "at once":
-                kv.push(keys, list(values.values()))
-            elif way == "pushpull":
-                kv.pushpull(keys, list(values.values()))
-            else:
-                for priority, key in enumerate(reversed(keys)):
-                    kv.push(key, values[key], priority, async_op=way == "asynchronous")
-            for group, (key, weight) in zip(optimizer.param_groups, expected.items(), strict=True):
-                weight.grad = None
-                if key in keys:
-                    weight.grad = sum_of([gradient(key, step, device).to(dtype) for device in range(devices)])
-                    if clips:
-                        weight.grad.mul_(0.7).clamp_(-0.4, 0.4)
-                group["lr"] = rate * lr_mult.get(key, 1.0)
-                if decay is not None:
-                    group["weight_decay"] = decay * decay_mult.get(key, 1.0)
+    start(kv, (name, spec), weights(dtype))
+    with create("device" if kv.type == "local" else "local") as other:
+        for step in range(6):
+            if step == 3:
+                kv.save_optimizer_states(tmp_path / "states")
+                start(other, (name, spec), pulled(kv, dtype=dtype))
+                other.load_optimizer_states(tmp_path / "states")
+                kv = other
+            keys = [key for place, key in enumerate(SHAPES) if place != step % 5]
+            given = {key: [gradient(key, step, device).to(dtype) for device in range(2)] for key in keys}
+            kv.push(keys, list(given.values()))
+            for key, weight in expected.items():
+                weight.grad = sum_of(given[key]) if key in given else None
             optimizer.step()
             check_same(pulled(kv, dtype=dtype), expected)
-            for key in keys:
-                for device, one in enumerate(values[key]):
-                    given_value = expected[key] if way == "pushpull" else gradient(key, step, device).to(dtype)
-                    assert torch.equal(one, given_value)
 
 
 def test_a_class_that_changes_its_gradient_does_not_change_the_pushed_one(kv: KVStore) -> None:

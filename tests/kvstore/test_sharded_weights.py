@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,12 +138,8 @@ def check(found: Any, expected: nn.Module, make: Callable[[], nn.Module]) -> Non
         assert torch.allclose(evaluated, expected(batch(make, 99)[0]), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("size", "memory", "make"),
-    [pytest.param(2, "auto", mlp, marks=pytest.mark.slow), (3, [1, 0, 2], language_model)],
-)
-def test_workers_of_unequal_memory_train_as_one_process(size: int, memory: Any, make: Callable[[], nn.Module]) -> None:
-    check(spawn(train, size, make, memory, threads=1), alone(make), make)
+def test_workers_of_unequal_memory_train_as_one_process() -> None:
+    check(spawn(train, 3, language_model, [1, 0, 2], threads=1), alone(language_model), language_model)
 
 
 def test_a_worker_holds_what_it_owns_and_a_run_resumes_with_other_owners() -> None:
@@ -162,7 +157,7 @@ def test_a_worker_holds_what_it_owns_and_a_run_resumes_with_other_owners() -> No
 
 @pytest.fixture(scope="module")
 def told() -> Told:
-    return work(2, misused, changes_in_place, used_unusually, clips_a_part)
+    return work(2, misused, changes_in_place, joins, used_unusually, clips_a_part)
 
 
 def wrapped(store: Any, network: nn.Module, memory: Any = (1, 1)) -> DistributedOptimizer:
@@ -232,7 +227,13 @@ def changes_in_place(store: KVStore) -> None:
         loss_of(network).backward()
 
 
-@pytest.mark.parametrize("worker", [misused, changes_in_place])
+def joins(store: KVStore) -> None:
+    trainer = Trainer(mlp(), *ADAM, store, shard="weights")
+    with pytest.raises(RuntimeError, match=r"expected a backward on any data and step\(0\) in place of join\(\)"):
+        trainer.join()
+
+
+@pytest.mark.parametrize("worker", [misused, changes_in_place, joins])
 def test_what_would_take_a_part_for_the_whole_is_refused(told: Told, worker: Callable[[KVStore], None]) -> None:
     assert told[worker] == [None, None]
 
@@ -362,49 +363,6 @@ def test_the_module_of_the_weights_is_needed() -> None:
 
 
 ADAM: Any = ("adam", {"learning_rate": 0.01, "wd": 0.01})
-
-
-def trained(communicator: Any, memory: Any, folder: str, resumes: bool = False) -> Any:
-    """Train by a Trainer with unequal samples, save at half, or go on from there; return the state."""
-    store = create("allreduce", communicator=communicator)
-    network = mlp()
-    trainer = Trainer(network, *ADAM, store, shard="weights", memory=memory)
-    if resumes:
-        trainer.load_model_state_dict(torch.load(f"{folder}/weights.pt") if not store.rank else {})
-        trainer.load_states(f"{folder}/state.safetensors")
-    for step in range(STEPS // 2 if resumes else 0, STEPS):
-        if store.rank == 0 and step == 5:
-            trainer.set_learning_rate(0.02)
-        data, label = (parts(store.rank, store.num_workers, one) for one in batch(mlp, step))
-        trainer.zero_grad()
-        trainer.backward(nn.functional.cross_entropy(network(data), label), len(data))
-        trainer.step(len(data))
-        if not resumes and step + 1 == STEPS // 2:
-            trainer.save_states(f"{folder}/state.safetensors")
-            torch.save(trainer.model_state_dict(), f"{folder}/weights{store.rank or ''}.pt")
-    assert trainer.learning_rate == (0.01 if resumes else 0.02)
-    with pytest.raises(RuntimeError, match=r"expected a backward on any data and step\(0\) in place of join\(\)"):
-        trainer.join()
-    found = trainer.model_state_dict()
-    store.close()
-    return found
-
-
-def test_a_trainer_resumes_with_other_owners_at_the_rate_that_it_is_given(tmp_path: Path) -> None:
-    for rates in ((0.01, 0.02, 0.02), (0.01, 0.02, 0.01)):
-        network = mlp()
-        trainer = Trainer(network, *ADAM, "local", shard="weights")
-        assert trainer.model_state_dict().keys() == network.state_dict().keys()
-        for step in range(STEPS):
-            trainer.set_learning_rate(rates[(step >= 5) + (step >= STEPS // 2)])
-            data, label = batch(mlp, step)
-            trainer.zero_grad()
-            nn.functional.cross_entropy(network(data), label).backward()
-            trainer.step(len(data))
-        resumes = rates[2] == 0.01
-        found = spawn(trained, 2, [0, 1] if resumes else [3, 1], str(tmp_path), resumes, threads=1)
-        assert not found[1]
-        check_state(found[0], network)
 
 
 # Copies that begin before they are needed

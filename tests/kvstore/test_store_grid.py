@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from gangline import Communicator, kvstore, spawn
 from tests.kvstore.parameter_server.processes import run_job
-from tests.kvstore.store_grid import Cell, Job
+from tests.kvstore.store_grid import Cell, Job, cells
 from tests.kvstore.store_walk import groups, walk_group
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,9 +32,9 @@ def walk_in(comm: Communicator, job: Job, folder: str, wanted: Sequence[Sequence
     return walk(job, folder, wanted, comm)
 
 
-def check(job: Job, strength: int) -> None:
+def check(job: Job, chosen: Iterable[Cell]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for wanted in groups(strength, job):
+        for wanted in groups(chosen, job):
             if job.is_alone:
                 problems = [walk(job, folder, wanted)]
             elif job.is_dist:
@@ -44,45 +44,47 @@ def check(job: Job, strength: int) -> None:
             assert not any(problems), problems[0]
 
 
-@pytest.mark.parametrize(
-    ("store", "strength"),
-    [
-        ("local", 3),
-        ("device", 2),
-        pytest.param("device", 3, marks=pytest.mark.slow),
-        *(
-            pytest.param(store, 2, marks=pytest.mark.slow)
-            for store in ("local_allreduce_cpu", "local_allreduce_device")
-        ),
-    ],
-)
+ALONE = [
+    ("local", 2),
+    ("device", 2),
+    *(pytest.param(store, 3, marks=pytest.mark.slow) for store in ("local", "device")),
+    *(pytest.param(f"local_allreduce_{place}", 2, marks=pytest.mark.slow) for place in ("cpu", "device")),
+]
+
+
+@pytest.mark.parametrize(("store", "strength"), ALONE)
 def test_one_process(store: str, strength: int) -> None:
-    check(Job(store), strength)
+    check(Job(store), cells(strength))
+
+
+def test_values_that_replace_others() -> None:
+    """Walk rows, and values of other keys as outputs, where each push replaces the stored value."""
+    aliases = {"call": "pushpull", "out": "another value", "compression": "none"}
+    changes = (aliases, {"value": "rows"})
+    check(Job("local"), (cell | {"update": "none"} | changes[cell["number"] % 2] for cell in cells(2)))
 
 
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_collectives(workers: int) -> None:
-    check(Job("allreduce", workers), 2)
+    check(Job("allreduce", workers), cells(2))
 
 
-@pytest.mark.parametrize(
-    ("store", "workers", "servers"),
-    [
-        ("dist_sync", 3, 2),
-        ("dist_device_async", 2, 1),
-        *(
-            pytest.param(*job, marks=pytest.mark.slow)
-            for job in (
-                ("dist", 1, 1),
-                ("dist_device_sync", 2, 1),
-                ("dist_sync_device", 2, 2),
-                ("dist_device", 1, 2),
-                ("dist_async", 3, 2),
-            )
-        ),
-    ],
+FURTHER = (
+    ("dist", 1, 1),
+    ("dist_device_sync", 2, 1),
+    ("dist_sync_device", 2, 2),
+    ("dist_device", 1, 2),
+    ("dist_async", 3, 2),
 )
+SERVERS = [
+    ("dist_sync", 3, 2),
+    ("dist_device_async", 2, 1),
+    *(pytest.param(*job, marks=pytest.mark.slow) for job in FURTHER),
+]
+
+
+@pytest.mark.parametrize(("store", "workers", "servers"), SERVERS)
 def test_servers(store: str, workers: int, servers: int) -> None:
-    check(Job(store, workers, servers), 2)
+    check(Job(store, workers, servers), cells(2))
