@@ -15,6 +15,7 @@ from measure import distance, mlp, plain_loop
 from torch import nn
 
 from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
+from gangline.kvstore.local import LocalStore
 
 STEPS = 20
 ADAM = ("adam", {"learning_rate": 0.01, "wd": 0.01})
@@ -33,7 +34,8 @@ def part(rank: int, data: torch.Tensor) -> torch.Tensor:
 
 def state_bytes(store: Any) -> int:
     """Return the bytes of this worker's own state."""
-    state = super(type(store), store).optimizer_state()
+    (group,) = store._groups.all.values()
+    state = LocalStore._state_of(store, group)
     return sum(tensor.nbytes for tensor in state.tensors.values())
 
 
