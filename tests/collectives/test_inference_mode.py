@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gangline.collectives.call_signature import COLLECTIVES
 from gangline.collectives.communicator import Communicator
 from gangline.kvstore import KVStore, Trainer, create
 from gangline.kvstore.allreduce.store import AllReduceStore
+from tests.collectives.grid import COLLECTIVES, Cell, check, outs_of
 from tests.collectives.processes import Processes, Rank, join_group
-from tests.collectives.ranks import check, in_ranks
+from tests.collectives.ranks import in_ranks
 from tests.kvstore.parameter_server.processes import run_job
 
 COUNTS = (5, 9_001, 300_007)  # elements: within a slot; of a message, in a buffer and in the sender's memory
@@ -52,8 +52,8 @@ def _communicator(comm: Communicator) -> None:
 
     for count in COUNTS:
         inside_then_outside(partial(messages, count))
-        for collective in COLLECTIVES[: COLLECTIVES.index("barrier")]:
-            inside_then_outside(partial(check, comm, collective, count, torch.float32, "sum", 0))
+        for collective in COLLECTIVES:
+            inside_then_outside(partial(check, comm, Cell(collective, count, out=outs_of(collective)[0])))
     inside_then_outside(uneven)
     inside_then_outside(registered)
 
