@@ -567,15 +567,16 @@ class _Dispatcher:
             return self._submit(name, code, arguments, tensors, result)
         self._engine.settle()
         with self._engine.lock.over_several():
-            self._run(name, code, arguments, tensors[0])
+            self._method(name, code, tensors[0])(code, *arguments)
         return result
 
-    def _run(self, name: str, code: int, arguments: tuple[object, ...], tensor: Tensor) -> None:
+    def _method(self, name: str, code: int, tensor: Tensor) -> Callable[..., None]:
+        """Return the function that runs a collective; it takes the code and the arguments."""
         nccl = self._gpus.choose(code, tensor)
         if nccl is None:
-            getattr(self._host, name)(code, *arguments)
-        else:
-            self._gpus.run(nccl, name, code, [arguments])
+            method: Callable[..., None] = getattr(self._host, name)
+            return method
+        return lambda code, *arguments: self._gpus.run(nccl, name, code, [arguments])
 
     def call_each(self, name: str, codes: Sequence[int], calls: Sequence[tuple[Any, ...]]) -> None:
         """Run a collective for several tensors, the first of the arguments; see `call`."""
@@ -584,7 +585,7 @@ class _Dispatcher:
         with self._engine.lock.over_several():
             if len(calls) < 2 or not all(map(is_known, tensors)):
                 for code, arguments in zip(codes, calls, strict=True):
-                    self._run(name, code, arguments, arguments[0])
+                    self._method(name, code, arguments[0])(code, *arguments)
                 return
             nccl = self._gpus.choose(codes[0], *tensors)
             if nccl is None:

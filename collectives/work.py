@@ -241,7 +241,7 @@ class WorkQueue:
             with nesting(False):
                 operation()
             return True
-        if self.unfinished:
+        if self._counter[0]:
             return False
         with self._running:
             if self._closed:
@@ -307,6 +307,8 @@ class WorkQueue:
 
     def check_outermost(self, name: str) -> None:
         """Raise NestedCallError if this thread runs an operation that is not in `nesting`, or waits in `run`."""
+        if not (self._runner or self._waiters):
+            return
         thread = threading.get_ident()
         is_inside = self._runner == thread and not getattr(_thread, "may_nest", False)
         if is_inside or thread in self._waiters:

@@ -111,11 +111,13 @@ def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Va
     return pulls
 
 
-def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> Iterator[torch.Tensor]:
-    """Yield all tensors of the values of keys: for a row-sparse value, its row numbers and its rows."""
+def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> list[torch.Tensor]:
+    """Return all tensors of the values of keys: for a row-sparse value, its row numbers and its rows."""
+    tensors: list[torch.Tensor] = []
     for _, values in pairs:
         for value in values:
-            yield from (value.indices, value.values) if type(value) is RowSparse else (value,)
+            tensors += (value.indices, value.values) if type(value) is RowSparse else (value,)
+    return tensors
 
 
 def checked_priority(priority: Any) -> int:

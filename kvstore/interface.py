@@ -370,7 +370,7 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         pairs = self._checked_pairs(outs, key, out)
-        if self.updates_wait:
+        if self._groups.updates_wait:
             self._check_not_pending(keys_of(pairs))
         return self._pull(pairs, checked_priority(priority), async_op)
 
@@ -1064,16 +1064,19 @@ class KVStore(abc.ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"the {self.type!r} store is closed; {self._when_closed}")
-        self._check_outermost()
+        self._check_caller()
 
-    def _check_outermost(self) -> None:  # noqa: B027  for stores whose calls wait
-        """Raise NestedCallError if this thread is inside a call of this store, and not in an updater."""
+    def _check_caller(self) -> None:  # noqa: B027  for stores whose calls wait
+        """Raise NestedCallError if this thread is inside a call of this store, and not in an updater.
+
+        In a process that was forked from the store's, raise GanglineError.
+        """
 
     def _is_nested(self, error: Exception) -> bool:
         """Return whether this call raises an error because it is inside another one, of which it must not tell."""
         if isinstance(error, NestedCallError):
             with suppress(NestedCallError):
-                self._check_outermost()
+                self._check_caller()
                 return False
             return True
         return False

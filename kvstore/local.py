@@ -300,12 +300,12 @@ class LocalStore(KVStore):
 
         self._start("assign", assign, keys_of(pairs), tensors_of(pairs), 0, False)
 
-    def _check_outermost(self) -> None:
+    def _check_caller(self) -> None:
         self._queue.check_outermost(f"a {self.type!r} store")
 
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed:
-            self._check_outermost()
+            self._check_caller()
             super().close()
             self._queue.close()
             self._use(None, None)

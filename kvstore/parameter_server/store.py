@@ -450,7 +450,7 @@ class DistStore(KVStore):
             self._raise_late_error()
         keys = list(dict(pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
-        tensors = [*tensors_of(pairs)]
+        tensors = tensors_of(pairs)
         section = self._streams.behind_caller(tensors) if True in map(_is_cuda, tensors) else None
         codec = None if self._compressed is None else self._compressed.compression.pull_codec
         work = RequestWork(shown, section, codec, self._keep_late_error)
@@ -650,14 +650,19 @@ class DistStore(KVStore):
         self._settle()
         return operation()
 
-    def _check_outermost(self) -> None:
-        if self._servers.is_waiting_here():
+    def _check_caller(self) -> None:
+        if os.getpid() != self._process:
+            raise GanglineError(
+                f"this store belongs to process {self._process}, from which this one was forked: use it there, or "
+                "start the child with multiprocessing's 'spawn' or 'forkserver' method"
+            )
+        if self._servers.waiting and threading.get_ident() in self._servers.waiting:
             raise nested_call(f"a {self.type!r} store")
         self._queue.check_outermost(f"a {self.type!r} store")
 
     def close(self) -> None:  # noqa: D102  inherited
         if not self._closed and os.getpid() == self._process:
-            self._check_outermost()
+            self._check_caller()
             super().close()
             is_failing = sys.exc_info()[0] is not None  # do not replace or delay the error in flight
             if is_failing:
@@ -672,14 +677,6 @@ class DistStore(KVStore):
             if not is_failing:
                 raise error
             _log.error("worker %d leaves, and one of its pushes was lost: %s", self.rank, error)
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._process:
-            raise GanglineError(
-                f"this store belongs to process {self._process}, from which this one was forked: use it there, or "
-                "start the child with multiprocessing's 'spawn' or 'forkserver' method"
-            )
-        super()._check_open()
 
 
 def _of_all_keys(bucket: Bucket, values: BucketValues, keys: Sequence[Key]) -> Pushed:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from gangline.collectives.engine import host_staging
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.reducer.reducer import Reducer
 
 _CHECKED_STEPS = 3
 """First steps, in which the host waits for GPUs to compare bits."""
+_STEPS_PER_COPY = 8
+"""Later steps whose comparisons on a GPU share a copy to the host."""
 _WORDS = 64
 """8-byte words in a row of `_sums_of_bits`."""
 _data_ptr, _version = methodcaller("data_ptr"), attrgetter("_version")
@@ -25,7 +28,7 @@ class WrittenWeights:
 
     Writes show in a parameter's address or version. Those through ``.data`` show only in the bits, which are summed
     before and after each step. On GPUs the host does not wait for these sums after the first steps, unless there were
-    such writes in them: a later write is undone by its step, and a RuntimeError in one of the next steps. Of a table
+    such writes in them: a later write is undone by its step, and a RuntimeError about eight steps later. Of a table
     with sparse gradients only the rows are summed that a step replaces; writes to these are a RuntimeError.
 
     Args:
@@ -42,7 +45,9 @@ class WrittenWeights:
         self._parameters, self._reducer, self._store = parameters, reducer, store
         self._sums_bits = sums_bits
         self._defers = any(parameter.is_cuda for parameter in parameters.values())
-        self._deferred: list[tuple[torch.cuda.Event | None, torch.Tensor, list[_Unit]]] = []
+        self._flags: dict[torch.device, list[tuple[Sequence[Any], torch.Tensor]]] = {}
+        """By device: keys, and whether their bits had changed, for the steps since the last copy."""
+        self._copies: list[tuple[torch.cuda.Event | None, torch.Tensor, list[Sequence[Any]]]] = []
         self._row_sums: dict[Any, torch.Tensor] = {}
         self.steps = 0
         """Number of calls of `note`."""
@@ -122,13 +127,11 @@ class WrittenWeights:
         pairs = [*zip(self._units, self._sums, sums, strict=True)]
         if self._defers and self.steps > _CHECKED_STEPS and not self.writes_data:
             self._raise_if_lost()
-            late = [one for one in pairs if one[1].shape == one[2].shape and changed.isdisjoint(one[0][0])]
-            for device in {now.device for _, _, now in late}:
-                of_device = [one for one in late if one[2].device == device]
-                flags = torch.stack([(before != now).any() for _, before, now in of_device])
-                flags = flags.to("cpu", non_blocking=True)
-                event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-                self._deferred.append((event, flags, [unit for unit, _, _ in of_device]))
+            for (of_unit, _), before, now in pairs:
+                if before.shape == now.shape and changed.isdisjoint(of_unit):
+                    self._flags.setdefault(now.device, []).append((of_unit, (before != now).any()))
+            if self.steps % _STEPS_PER_COPY == 0:
+                self._copy_flags()
             pairs = [one for one in pairs if not changed.isdisjoint(one[0][0])]
         keys = [key for unit, before, now in pairs if not torch.equal(before, now) for key in unit[0]]
         return {
@@ -137,14 +140,28 @@ class WrittenWeights:
             if key not in changed and (self._store.is_async or not self._is_stored(key, self._parameters[key]))
         }
 
+    def _copy_flags(self) -> None:
+        """Start the copies of the flags to the host, which does not wait for them."""
+        for device, flags in self._flags.items():
+            changed = torch.stack([flag for _, flag in flags])
+            event = None
+            if device.type == "cuda":
+                on_host = host_staging.pinned_memory(len(flags), torch.bool)
+                changed = on_host.copy_(changed, non_blocking=True)
+                event = torch.cuda.current_stream(device).record_event()
+            self._copies.append((event, changed, [of_unit for of_unit, _ in flags]))
+        self._flags.clear()
+
     def _raise_if_lost(self) -> None:
-        """Raise RuntimeError if the bits had changed before an earlier step whose comparison is complete."""
-        while self._deferred:
-            event, flags, units = self._deferred[0]
+        """Raise RuntimeError if the bits had changed before an earlier step whose comparison has been copied."""
+        while self._copies:
+            event, flags, units = self._copies[0]
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 return
-            del self._deferred[0]
-            keys = [key for flag, (of_unit, _) in zip(flags.tolist(), units, strict=True) if flag for key in of_unit]
+            del self._copies[0]
+            keys = [
+                *dict.fromkeys(key for flag, unit in zip(flags.tolist(), units, strict=True) if flag for key in unit)
+            ]
             if keys:
                 self.writes_data = True  # the next ones are found in time
                 raise RuntimeError(

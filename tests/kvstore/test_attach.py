@@ -112,7 +112,7 @@ def _written_late(comm: Communicator, kind: str) -> tuple[list[float], str]:
         trainer = Trainer(net, "sgd", {"learning_rate": 0.0}, kv)
         assert trainer._written is not None
         trainer._written._defers = kind == "as on GPUs"
-        for step in range(8):
+        for step in range(9):
             if step == 5:
                 if kind == "swapped":  # the sum of all bits stays
                     weight.data.copy_(weight.data.flip(0).clone())

@@ -105,7 +105,8 @@ class ServerClient:
         self._queued = 0  # bytes in the outbox
         self._lock = GuardedLock()  # protects the outbox
         self._driving = threading.Lock()  # held by the thread that drives the sockets
-        self._waiting: set[int] = set()  # ids of threads in `wait`
+        self.waiting: dict[int, bool] = {}
+        """Ids of threads in `wait`, with True; a signal handler may interrupt them. (Sets would cost calls.)"""
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         self._idle = threading.Condition()  # protects the next two
@@ -232,18 +233,17 @@ class ServerClient:
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Drive the sockets, or wait while another thread does, until a condition holds."""
         if not is_over():
-            self._waiting.add(threading.get_ident())
+            thread = threading.get_ident()
+            is_outermost = thread not in self.waiting
+            self.waiting[thread] = True
             try:
                 self._drive_until(is_over)
             finally:
-                self._waiting.discard(threading.get_ident())
+                if is_outermost:
+                    del self.waiting[thread]
         for connection in self._connections:
             if connection.channel.is_full:  # bytes are left in its queue
                 self.drive_in_background()
-
-    def is_waiting_here(self) -> bool:
-        """Return whether this thread waits in a call, which a signal handler may have interrupted."""
-        return threading.get_ident() in self._waiting
 
     def _drive_until(self, is_over: Callable[[], bool]) -> None:
         ended = False

@@ -75,7 +75,7 @@ def test_a_push_and_pull_of_a_small_key_makes_few_calls_and_frees_its_memory_at_
 def calls_per_message(workers: int) -> float:
     """Return the Python calls of a server for three pushes and pulls of a worker, without those of its sockets."""
     calls = 0
-    pool = SimpleNamespace(run=lambda thread, nbytes, work, then: (work(), then("")))
+    pool = SimpleNamespace(size=1, run=lambda thread, nbytes, work, then: (work(), then("")))
     own: Sessions
     rounds = ShardRounds(workers, pool, lambda *one: own.send_value(*one), lambda *_: None)  # type: ignore[arg-type]
     listener = SimpleNamespace(send=lambda *_, **__: True, is_full=lambda _: False)
