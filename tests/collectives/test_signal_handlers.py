@@ -239,7 +239,7 @@ def _store_calls(store: KVStore, comm: Communicator | None, folder: str) -> None
         outers["barrier"] = store.barrier
     for outer, call in outers.items():
         for name, handle in nested.items():
-            is_waiting = in_next_call(comm) if comm is not None else lambda: bool(store._servers._waiting)  # type: ignore[attr-defined]
+            is_waiting = in_next_call(comm) if comm is not None else lambda: bool(store._servers.waiting)  # type: ignore[attr-defined]
             interrupted(store.rank, is_waiting, call, partial(refused, handle), Path(folder) / f"{outer} {name}")
             push_pull("b")
     store.init("c", torch.ones(4))
