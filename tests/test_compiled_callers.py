@@ -104,5 +104,6 @@ with connect(0, 1) as comm:
 """
 
 
+@pytest.mark.slow
 def test_a_torch_without_dynamos_private_names_is_accepted() -> None:
     assert python("-c", _RENAMED, code=0).stdout == "[4.0, 4.0] 0\n"

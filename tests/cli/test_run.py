@@ -60,7 +60,11 @@ def test_a_module_runs_by_its_name(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["def f():\n    raise ValueError('wrong')\n\n\nf()\n", "import nosuch_module\n", "f(\n"]
+    "text",
+    [
+        "def f():\n    raise ValueError('wrong')\n\n\nf()\n",
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("import nosuch_module\n", "f(\n")),
+    ],
 )
 def test_the_traceback_of_a_script_is_that_of_python(tmp_path: Path, text: str) -> None:
     (tmp_path / "fails.py").write_text(text)

@@ -63,8 +63,8 @@ def threads(size: int, algorithm: str, hosts: Sequence[int] | None = None, segme
 # Schedules: every call by every algorithm between 2 to 17 threads, in place, into other memory and into new memory
 
 
-def _of_schedule(algorithm: str, size: int) -> Iterator[Cell]:
-    for number, call in enumerate(calls_of(algorithm)):
+def _of_schedule(algorithm: str, size: int, calls: Sequence[str]) -> Iterator[Cell]:
+    for number, call in enumerate(one for one in calls_of(algorithm) if one in calls):
         outs, roots = outs_of(call), roots_of(call, size)
         chosen = dict.fromkeys([*outs[:2], outs[(size + number) % len(outs)]])
         for place, out in enumerate(chosen if size < 10 else [*chosen][-2:]):
@@ -72,17 +72,26 @@ def _of_schedule(algorithm: str, size: int) -> Iterator[Cell]:
             yield Cell(call, count, root=roots[(number + place) % len(roots)], out=out)
 
 
-@pytest.mark.parametrize("sizes", [range(2, 8), range(8, 12), range(12, 15), range(15, 18)], ids=str)
-def test_every_schedule(sizes: range) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "calls"),
+    [
+        (range(2, 8), CALLS),
+        (range(8, 12), CALLS),
+        (range(12, 18), ("all_reduce", "reduce")),
+        *(pytest.param(range(size, size + 1), CALLS, marks=pytest.mark.slow) for size in range(12, 18)),
+    ],
+    ids=str,
+)
+def test_every_schedule(sizes: range, calls: Sequence[str]) -> None:
     for size in sizes:
         segments = 1 if size > 9 else 1 + size % 3
         for algorithm in ALGORITHMS:
             ranks = threads(size, algorithm, segments=segments)
-            in_threads(ranks, walk, f"{algorithm}:{segments}", [*_of_schedule(algorithm, size)])
+            in_threads(ranks, walk, f"{algorithm}:{segments}", [*_of_schedule(algorithm, size, calls)])
         for hosts in HOSTS:
             for algorithm in ("hierarchical", "ring")[: 2 if hosts == "scattered" else 1]:
                 ranks = threads(size, algorithm, HOSTS[hosts](size))
-                in_threads(ranks, walk, f"{algorithm}, {hosts}", [*_of_schedule(algorithm, size)])
+                in_threads(ranks, walk, f"{algorithm}, {hosts}", [*_of_schedule(algorithm, size, calls)])
 
 
 # Destinations, dtypes and operations between few threads, through slots and by schedules

@@ -79,13 +79,13 @@ def fast(store: str, front: str, situation: str) -> bool:
     if store == "local":
         return front in ("Trainer", "Module", "Module, 2 contexts", "KVStore")
     if store == "dist_sync":
-        return front in ("Trainer", "DistributedOptimizer", "KVStore")
+        return front in ("Trainer", "KVStore")
     if store == "the default":
         return front == "horovod" or situation == "first start"
     if store == "allreduce":
         if front == "Module, weights":
             return "frozen" in situation
-        return front not in ("Trainer, optimizer", "DistributedOptimizer, optimizer", "gluon")
+        return not front.endswith(", optimizer") and front not in ("gluon", "Module.forward_backward_update", "horovod")
     return store == "gloo"
 
 

@@ -72,6 +72,7 @@ def test_collectives(workers: int) -> None:
 
 
 FURTHER = (
+    ("dist_device_async", 2, 1),
     ("dist", 1, 1),
     ("dist_device_sync", 2, 1),
     ("dist_sync_device", 2, 2),
@@ -80,7 +81,6 @@ FURTHER = (
 )
 SERVERS = [
     ("dist_sync", 3, 2),
-    ("dist_device_async", 2, 1),
     *(pytest.param(*job, marks=pytest.mark.slow) for job in FURTHER),
 ]
 
@@ -88,3 +88,7 @@ SERVERS = [
 @pytest.mark.parametrize(("store", "workers", "servers"), SERVERS)
 def test_servers(store: str, workers: int, servers: int) -> None:
     check(Job(store, workers, servers), cells(2))
+
+
+def test_a_part_of_the_cells_on_servers_without_rounds() -> None:
+    check(Job("dist_device_async", 2, 1), [*cells(2)][::3])
