@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all quick gpu-proof gpu-wheels test-torch test-oldest fuzz soak lint format wheel release-check \
+.PHONY: train test test-all quick mutants gpu-proof gpu-wheels test-torch test-oldest fuzz soak lint format wheel release-check \
 	docs pictures peers engines clean
 
 train: $(VENV)/.installed
@@ -20,6 +20,11 @@ test-all: lint
 SINCE ?= HEAD
 quick: $(VENV)/.installed
 	$(BIN)/python -m tests.quick $(SINCE)
+
+# Faults that the fast tests must catch: `make mutants`, or `make mutants WORDS="core store"` by words of their names.
+WORDS ?=
+mutants: $(VENV)/.installed
+	$(BIN)/python -m tests.mutants $(WORDS)
 
 # What only a GPU can show, in ten minutes. On a machine without package index: `make gpu-wheels` elsewhere, then there
 # `pip install --no-index --no-deps wheels/*.whl`.
