@@ -111,13 +111,11 @@ def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Va
     return pulls
 
 
-def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> list[torch.Tensor]:
-    """Return all tensors of the values of keys: for a row-sparse value, its row numbers and its rows."""
-    tensors: list[torch.Tensor] = []
+def tensors_of(pairs: Iterable[tuple[Any, Iterable[Value]]]) -> Iterator[torch.Tensor]:
+    """Yield all tensors of the values of keys: for a row-sparse value, its row numbers and its rows."""
     for _, values in pairs:
         for value in values:
-            tensors += (value.indices, value.values) if type(value) is RowSparse else (value,)
-    return tensors
+            yield from (value.indices, value.values) if type(value) is RowSparse else (value,)
 
 
 def checked_priority(priority: Any) -> int:

@@ -450,7 +450,7 @@ class DistStore(KVStore):
             self._raise_late_error()
         keys = list(dict(pairs))
         shown = f"{name} of " + (f"key {keys[0]!r}" if len(keys) == 1 else f"{len(keys)} keys")
-        tensors = tensors_of(pairs)
+        tensors = [*tensors_of(pairs)] if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
         section = self._streams.behind_caller(tensors) if True in map(_is_cuda, tensors) else None
         codec = None if self._compressed is None else self._compressed.compression.pull_codec
         work = RequestWork(shown, section, codec, self._keep_late_error)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gangline
 from gangline import Communicator, convert_sync_batchnorm, spawn
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
+from gangline.models.current_batch import weighted
 from tests.models.unequal_jobs import join
 
 SHARES = [[9, 3, 2], [1, 6, 5], [5, 0, 7], [4, 4, 1]]
@@ -70,35 +71,45 @@ def test_float64_weights_and_statistics_after_20_steps_are_those_of_one_process(
     assert max(spawn(trained, 3, str(tmp_path / "store"), "gangline", SHARES * 5, threads=1)) <= 1e-11
 
 
-def balanced(comm: Communicator, path: str) -> list[tuple[list[int], list[str]]]:
+def balanced(comm: Communicator, path: str) -> list[tuple[list[int], list[str], float]]:
     join(comm, path, "gloo")
     found = []
     for synchronize in (True, False):
         made = convolutions()
         model = DistributedDataParallel(convert_sync_batchnorm(made) if synchronize else made)
         data = TensorDataset(*batch_of(38, 7))  # the last batch has 2 samples, fewer than ranks
+        alone = convolutions()
+        alone.load_state_dict(model.module.state_dict())
         sizes = []
         with gangline_lines(logging.WARNING) as lines:
             loader = gangline.balance(model, DataLoader(data, batch_size=4), loads=[3, 1, 1])
             for features, labels in loader:
                 nn.functional.cross_entropy(model(features), labels).backward()
                 sizes.append(loader.samples)
-        found.append((sizes, lines))
+        for features, labels in DataLoader(data, batch_size=12):
+            nn.functional.cross_entropy(alone(features), labels).backward()
+        pairs = zip(model.parameters(), alone.parameters(), strict=True)
+        found.append((sizes, lines, max((own.grad - one.grad).abs().max().item() for own, one in pairs)))  # type: ignore[operator]
     dist.destroy_process_group()
     return found
 
 
 def test_ddp_with_balance_and_loads_3_to_1_splits_each_batch_and_warns_of_layers_of_torch(tmp_path: Path) -> None:
     found, of_torch = zip(*spawn(balanced, 3, str(tmp_path / "store"), threads=1), strict=True)
-    assert [sum(sizes) for sizes in zip(*(sizes for sizes, _ in found), strict=True)] == [12, 12, 12, 2]
+    assert [sum(sizes) for sizes in zip(*(sizes for sizes, *_ in found), strict=True)] == [12, 12, 12, 2]
+    assert max(off for *_, off in found) <= 1e-11, "gradients differ from those of one process"
     assert found[0][0][0] > 2 * found[1][0][0]
-    assert min(sizes[-1] for sizes, _ in found) == 0  # a repeated sample, which counts nothing
-    assert [texts for _, texts in found] == [[], [], []]
-    (_, (text,)), (_, others), _ = of_torch
+    assert min(sizes[-1] for sizes, *_ in found) == 0  # a repeated sample, which counts nothing
+    assert [texts for _, texts, _ in found] == [[], [], []]
+    (_, (text,), _), (_, others, _), _ = of_torch
     assert others == []
     assert "'module.1' and 1 more will take mean and variance from each rank's own share" in text
     assert "loads 3, 1, 1" in text
     assert text.endswith("call gangline.convert_sync_batchnorm(network) before the network is wrapped")
+
+
+def test_a_gradient_of_weight_0_is_zero_whatever_it_holds() -> None:
+    assert weighted(torch.tensor([torch.nan, torch.inf, 1.0]), 0.0).tolist() == [0.0, 0.0, 0.0]
 
 
 def ill(comm: Communicator, path: str) -> list[str]:
