@@ -210,10 +210,10 @@ def _in_processes(comm: Communicator, ways: Sequence[str], larges: int) -> None:
     ("size", "ways"),
     [
         (2, WAYS),
-        (3, (*WAYS, *ALGORITHMS)),
+        (3, WAYS),
         (4, ("tcp", "three hosts")),
         (5, ("core", "ipc")),
-        (9, ("core",)),
+        pytest.param(9, ("core",), marks=pytest.mark.slow),
     ],
 )
 def test_processes(size: int, ways: Sequence[str]) -> None:

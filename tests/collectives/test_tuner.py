@@ -184,7 +184,9 @@ def _with_a_table_of_its_own(rank: Rank, folder: str, is_home_closed: bool) -> N
     rank.hear()
 
 
-@pytest.mark.parametrize("is_home_closed", [False, pytest.param(True, marks=AS_ROOT)])
+@pytest.mark.parametrize(
+    "is_home_closed", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=AS_ROOT)]
+)
 def test_no_table_of_a_rank_stops_the_start(tmp_path: Path, is_home_closed: bool) -> None:
     for rank, text in enumerate((damaged(rules=[[None, "double_tree", 1]]), "torn")):
         (tmp_path / f"{rank}" / "gangline").mkdir(parents=True)

@@ -140,7 +140,13 @@ def test_calls_that_wait_for_a_dead_worker_fail(how: str) -> None:
         assert "was killed by SIGKILL" in str(outcomes[3 + victim].error)
 
 
-@pytest.mark.parametrize("host", [{}, {"GANGLINE_TRANSPORT": "tcp", "ON_ANOTHER_HOST": ""}], ids=["here", "elsewhere"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        pytest.param({}, id="here"),
+        pytest.param({"GANGLINE_TRANSPORT": "tcp", "ON_ANOTHER_HOST": ""}, id="elsewhere", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_whose_interpreter_is_busy_is_alive_and_a_stopped_one_is_dead(host: dict[str, str]) -> None:
     limits = {"GANGLINE_HEARTBEAT_LIMIT": "1", "GANGLINE_HEARTBEAT": "0.2"}
     with DistStage(play, 2, 1, [], {}, **limits, **host) as stage:
