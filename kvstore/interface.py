@@ -1032,26 +1032,26 @@ class KVStore(abc.ABC):
     def _set_optimizer(self, group: OptimizerGroup) -> None:  # noqa: ARG002  refused here
         raise ValueError(self._no_optimizer())
 
-    def _rate_of(self, group: OptimizerGroup) -> float:
-        raise NotImplementedError
+    def _rate_of(self, group: OptimizerGroup) -> float:  # noqa: ARG002  refused here
+        raise RuntimeError(self._no_optimizer())
 
-    def _set_rate(self, group: OptimizerGroup, rate: float) -> None:
-        raise NotImplementedError
+    def _set_rate(self, group: OptimizerGroup, rate: float) -> None:  # noqa: ARG002  refused here
+        raise RuntimeError(self._no_optimizer())
 
-    def _state_of(self, group: OptimizerGroup) -> OptimizerState:
-        raise NotImplementedError
+    def _state_of(self, group: OptimizerGroup) -> OptimizerState:  # noqa: ARG002  refused here
+        raise RuntimeError(self._no_optimizer())
 
-    def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:
+    def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:  # noqa: ARG002  refused here
         """Load the state that ``read`` returns on rank 0."""
-        raise NotImplementedError
+        raise RuntimeError(self._no_optimizer())
 
-    def _update(self, group: OptimizerGroup) -> None:
+    def _update(self, group: OptimizerGroup) -> None:  # noqa: ARG002  refused here
         """Clip and apply the pending pushes of a group."""
-        raise NotImplementedError
+        raise RuntimeError(self._no_optimizer())
 
-    def _drop_updates(self, group: OptimizerGroup) -> None:
+    def _drop_updates(self, group: OptimizerGroup) -> None:  # noqa: ARG002  refused here
         """Discard the pending pushes of a group."""
-        raise NotImplementedError
+        raise RuntimeError(self._no_optimizer())
 
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None:

@@ -153,7 +153,7 @@ class Reducer:
         ]
 
     def move_hooks_last(self) -> None:
-        """Let hooks that the user has registered since run before this reducer's, which push the gradients."""
+        """Order this reducer's hooks, which push the gradients, after those that the user has registered since."""
         for hook in self._hooks:
             hooks = hook.hooks_dict_ref()
             if hooks and next(reversed(hooks)) != hook.id:

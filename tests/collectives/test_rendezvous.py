@@ -376,7 +376,7 @@ INTERFACES = {
 
 
 def _meet(rank: Rank, folder: str, namespaces: list[str], kind: str, chosen: dict[str, str]) -> None:
-    """Meet by each door at a name that this host's own file of hosts resolves."""
+    """Connect by each interface, at a host name that this host resolves by its own /etc/hosts."""
     enter(namespaces[rank.rank])
     bind_mount(Path(f"{folder}/hosts{rank.rank}"), Path("/etc/hosts"))
     os.environ |= {"GANGLINE_INSECURE": "1", "RANK": str(rank.rank), "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}

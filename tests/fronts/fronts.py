@@ -72,7 +72,7 @@ def batch(number: int, sizes: Sequence[int] = (3, 1), branch: Sequence[bool] = (
 
 @dataclass(frozen=True)
 class Options:
-    """What a situation needs when a front is made."""
+    """Options of a front that a situation sets."""
 
     seed: int = 0
     rate: float = RATE
@@ -87,7 +87,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a front runs."""
+    """Rank, number of workers and store of a front."""
 
     rank: int = 0
     workers: int = 1

@@ -34,7 +34,7 @@ class HostGroup:
     readable: Sequence[set[int]]
     """For each rank, the ranks whose process memory it can read (`cma.read`)."""
     has_cores: bool
-    """Whether each rank may have a core to itself: by the cores that ranks may run on, and by their CPU quotas."""
+    """True if the cores that ranks may run on, and their CPU quotas, leave each rank a core of its own."""
     is_compiled: bool
     """True if all ranks have the collectives of `gangline._core`."""
     _taken: int = 0  # bytes

@@ -457,7 +457,7 @@ class Scheduler:
         raise StallError(text)
 
     def _tell_entered(self, ranks: Iterable[int]) -> None:
-        """Tell the launcher which workers the others need until they leave."""
+        """Report to the launcher the workers that the others need until they leave."""
         if self._state.is_elastic:
             for rank in ranks:
                 self._tell_launcher(ENTERED + b"worker %d" % rank)
