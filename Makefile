@@ -3,18 +3,21 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
+# Python keeps what it compiled, or each process that a test starts compiles gangline anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all quick mutants gpu-proof gpu-wheels test-torch test-oldest fuzz soak lint format wheel release-check \
 	docs pictures peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
 
-# Two processes run the tests: a file at a time each, because the tests of a file share processes.
+# Three processes run the tests, for some tests wait: a file at a time each, because the tests of a file share processes.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest -n 3 --dist loadfile -m "not slow"
 
 test-all: lint
-	$(BIN)/pytest -n 2 --dist loadfile --hypothesis-profile=explore
+	$(BIN)/pytest -n 3 --dist loadfile --hypothesis-profile=explore
 
 # Fast tests of what differs from the last commit: `make quick`, or from another one: `make quick SINCE=main`.
 SINCE ?= HEAD

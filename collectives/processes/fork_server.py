@@ -9,6 +9,7 @@ kernel kills them. All sockets are inherited and unnamed, so nothing of them can
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import selectors
 import signal
@@ -40,6 +41,8 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in preload:
         import_module(module)
+    gc.collect()
+    gc.freeze()  # collections in ranks would read all objects of these modules, and so copy their memory
     server = _Server(socket.socket(fileno=fd), parent)
     try:
         server.run()

@@ -75,7 +75,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["ranks"]])
+@pytest.mark.parametrize("words", [[], pytest.param(["ranks"], marks=pytest.mark.slow)])
 def test_a_misspelt_variable_is_warned_of_once(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "misspelt.py").write_text(MISSPELT)
     done = python(tmp_path / "misspelt.py", *words, GANGLINE_TIMOUT=5, GANGLINE_XYZ=1, code=0)

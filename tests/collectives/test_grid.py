@@ -209,7 +209,7 @@ def _in_processes(comm: Communicator, ways: Sequence[str], larges: int) -> None:
 @pytest.mark.parametrize(
     ("size", "ways"),
     [
-        (2, WAYS),
+        (2, ("core", "staged", "tcp")),
         (3, WAYS),
         (4, ("tcp", "three hosts")),
         (5, ("core", "ipc")),

@@ -157,7 +157,7 @@ def test_values_that_a_worker_does_not_read_do_not_pile_up_in_the_server(monkeyp
 def test_copies_of_values_that_a_worker_does_not_read_do_not_pile_up_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp")
     monkeypatch.setattr(sessions, "_UNREAD_BYTES", 1 << 20)
-    rows, width, pulls = 64, 1 << 10, 40
+    rows, width, pulls = 64, 1 << 10, 12
     sent: list[int] = []
     send = Listener.send
 
