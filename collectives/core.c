@@ -580,6 +580,33 @@ static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
+/* ---- Checksums ---- */
+
+typedef uint64_t Pair __attribute__((vector_size(16)));
+enum { PAIRS = 4, BLOCK_BYTES = PAIRS * sizeof(Pair) };
+
+/* Sum words by lane, and those sums: the second ones change where words have changed places. */
+static PyObject *checksum(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+    if (given != 2) return PyErr_Format(PyExc_TypeError, "expected address, bytes");
+    const char *at = PyLong_AsVoidPtr(args[0]);
+    const size_t nbytes = PyLong_AsSize_t(args[1]), whole = nbytes / BLOCK_BYTES * BLOCK_BYTES;
+    if (PyErr_Occurred()) return NULL;
+    Pair words, sums[PAIRS] = {0}, of_sums[PAIRS] = {0};
+    char last[BLOCK_BYTES] = {0};
+    memcpy(last, at + whole, nbytes - whole);
+    PyThreadState *state = nbytes < RELEASE_BYTES ? NULL : PyEval_SaveThread();
+    for (size_t begin = 0; begin <= whole; begin += BLOCK_BYTES)
+        for (size_t i = 0; i < PAIRS; i++) {
+            memcpy(&words, (begin < whole ? at + begin : last) + i * sizeof words, sizeof words);
+            sums[i] += words, of_sums[i] += sums[i];
+        }
+    if (state != NULL) PyEval_RestoreThread(state);
+    uint64_t first = 0, second = 0;
+    for (size_t lane = 0; lane < 2 * PAIRS; lane++)
+        first += (2 * lane + 1) * sums[lane / 2][lane % 2], second += (2 * lane + 1) * of_sums[lane / 2][lane % 2];
+    return Py_BuildValue("LL", (long long)first, (long long)second);
+}
+
 static PyMethodDef functions[] = {
     {"open_slots", open_slots, METH_O, "Return a handle of a packed group of ranks."},
     FAST(use_tensors, "Take the functions and types of tensors; return whether `collective` can use them."),
@@ -588,6 +615,7 @@ static PyMethodDef functions[] = {
     {"state", state, METH_O, "Return the number of exchanges that this rank has published, and the code of its call."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},
     FAST(word, "Load the word at an address, or store it; return its value."),
+    FAST(checksum, "Return two numbers that change with the bytes at an address, and with their order."),
     FAST(combine, "Reduce arrays into one or more arrays each; threads that share \"next\" share the work."),
     {NULL, NULL, 0, NULL},
 };

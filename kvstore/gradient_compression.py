@@ -59,14 +59,14 @@ class CompressedPushes:
         """Return the payload of a value that was checked; the rounding error stays as its sender's residual."""
         return compress_checked(self.compression.codec, value, self.residual(key, value, sender))
 
-    @torch.inference_mode(mode=False)
     def residual(self, key: Key, value: torch.Tensor, sender: int = 0) -> torch.Tensor | None:
         """Return the residual to be added to a value, in its shape and on its device; None without error feedback."""
         if not self.compression.error_feedback:
             return None
         residual = self._residuals.get((key, sender))
         if residual is None or residual.device != value.device:
-            moved = torch.zeros_like(value) if residual is None else residual.to(value.device)
+            with torch.inference_mode(mode=False):
+                moved = torch.zeros_like(value) if residual is None else residual.to(value.device)
             residual = self._residuals[key, sender] = moved
         return residual.view(value.shape)
 

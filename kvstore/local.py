@@ -52,6 +52,13 @@ class _Entry:
     def __post_init__(self) -> None:
         self.is_small = self.stored.is_cpu and copies.is_small(self.stored)
 
+    def buffer(self) -> torch.Tensor:
+        """Return `sum`, on the device of the stored value."""
+        if self.sum is None or self.sum.device != self.stored.device:
+            with torch.inference_mode(mode=False):
+                self.sum = torch.empty_like(self.stored)
+        return self.sum
+
 
 @dataclass
 class _Flat:
@@ -453,11 +460,8 @@ class LocalStore(KVStore):
             elif len(dense) == 1 and not own and dense[0].device == entry.stored.device:
                 sums.append((key, dense[0]))
             else:
-                if entry.sum is None or entry.sum.device != entry.stored.device:
-                    with torch.inference_mode(mode=False):
-                        entry.sum = torch.empty_like(entry.stored)
-                transfers.append((dense, entry.sum, ()))
-                sums.append((key, entry.sum))
+                transfers.append((dense, entry.buffer(), ()))
+                sums.append((key, entry.buffer()))
         move(transfers)
         return sums
 

@@ -109,7 +109,6 @@ class UnevenAllToAll:
         for request in requests:
             request.wait()
 
-    @torch.inference_mode(mode=False)  # they are kept
     def _slots(self, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return the part of the slots that holds rows, after the header."""
         found = self._rows.get(dtype)
@@ -120,7 +119,8 @@ class UnevenAllToAll:
             begin = -(-8 * words // _CACHE_LINE) * _CACHE_LINE
             whole = slot_exchange.slots(min(begin + _INLINE_BYTES, SLOT_BYTES), torch.uint8)
             self._headers = [[slot.numpy()[: 8 * words].view(np.int64) for slot in of_parity] for of_parity in whole]
-            found = self._rows[dtype] = [[slot[begin:].view(dtype) for slot in of_parity] for of_parity in whole]
+            with torch.inference_mode(mode=False):  # they are kept
+                found = self._rows[dtype] = [[slot[begin:].view(dtype) for slot in of_parity] for of_parity in whole]
         return found
 
 

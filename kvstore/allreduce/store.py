@@ -365,12 +365,8 @@ class AllReduceStore(LocalStore):
     def _part(self, keys: list[Key], values: Mapping[Key, Value]) -> BucketPart:
         return BucketPart(keys, values, lambda key: self._entries[key].stored, self._buffer)
 
-    @torch.inference_mode(mode=False)
     def _buffer(self, key: Key) -> torch.Tensor:
-        entry = self._entries[key]
-        if entry.sum is None:
-            entry.sum = torch.empty_like(entry.stored)
-        return entry.sum
+        return self._entries[key].buffer()
 
     def _part_of(self, bucket: Bucket) -> BucketPart:
         """Return this worker's part of a bucket, without values; its buffers are views of one tensor."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gangline.collectives import compiled_core
 from gangline.collectives.engine import host_staging
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.reducer.reducer import Reducer
@@ -207,12 +208,14 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums of a tensor's 8-byte words by row and by column of a table, int64, of a 60th of its size.
+    """Return sums, int64, that change where values have changed or have changed places.
 
-    Values that have changed places change some of them, too. Words are summed at the speed of memory; torch takes 13
+    The core reads a tensor once. Torch reads it twice, to sum 8-byte words by row and by column of a table; it takes 13
     times as long for 4-byte integers.
     """
     octets = _octets(tensor)
+    if octets.is_cpu and compiled_core.core is not None:
+        return torch.tensor(compiled_core.core.checksum(octets.data_ptr(), octets.nbytes), device="cpu")
     words = octets[: octets.numel() // 8 * 8].view(torch.int64)
     table = words[: words.numel() // _WORDS * _WORDS].view(-1, _WORDS)
     parts = [table.sum(1), table.sum(0), words[table.numel() :]]
