@@ -8,6 +8,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal, cast
 
 import torch
@@ -29,7 +30,7 @@ from gangline.models.balance.global_order import (
 )
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.balance.lockstep import Lockstep, Share, Signal
+from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer
@@ -196,6 +197,7 @@ class BalancedLoader:
         self.weight = 1.0
         """Factor of this rank's gradient in the current batch."""
         self._iterations = 0
+        self._was_left = False  # the loop left the current epoch, which the next iteration ends
         self._is_closed = False
 
     @property
@@ -215,7 +217,7 @@ class BalancedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
-        self.epoch = epoch
+        self.epoch, self._was_left = epoch, False
         loader = self._user_loader
         names = ("batch_sampler", "dataset")
         owners = [loader, sampler_of(loader), *(getattr(loader, name, None) for name in names)]
@@ -226,12 +228,19 @@ class BalancedLoader:
     def __iter__(self) -> Iterator[Any]:
         """Return this rank's batches of an epoch. Collective.
 
-        A break or an error in the loop ends the epoch on all ranks, after the same batch.
+        A break or an error in the loop ends the epoch on all ranks, after the same batch. The next one shuffles anew.
         """
+        batches = self._batches()
+        _iterators.add(batches)
+        return batches
+
+    def _batches(self) -> Iterator[Any]:
         if self._is_closed:
             raise RuntimeError("the balanced loader is closed; call balance() again to go on")
         self._iterations += 1
         iteration = self._iterations
+        self.epoch += self._was_left
+        self._was_left = True  # until its end
         self._lockstep.begin_epoch()
         skip, self._skip = self._skip, 0
         sampler = sampler_of(self._user_loader)
@@ -274,7 +283,7 @@ class BalancedLoader:
         self._end_batch()
         if not self._lockstep.was_left:
             self.epoch += 1
-            self._consumed = 0
+            self._consumed, self._was_left = 0, False
 
     def stop(self) -> None:
         """End the epoch on all ranks after the current batch; any rank may call it."""
@@ -384,6 +393,7 @@ class BalancedLoader:
             return
         self._is_closed = True
         self._lockstep.leave()
+        self._exchange.wait(EXIT_SECONDS)
         _open.discard(self._lockstep)
         self._balance.close()
         if self._weights is not None:
@@ -408,14 +418,18 @@ balance = BalancedLoader  # the name by which programs create it
 
 _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
 """Loaders that are not closed."""
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @atexit.register
-def _signal_error() -> None:
-    """Signal the other ranks that an error ends this process."""
+def _end_all() -> None:
+    """Signal the other ranks that an error ends this process, and end iterations that a program has left open."""
     if getattr(sys, "last_value", None) is not None and dist.is_initialized():
         for lockstep in list(_open):
             lockstep.leave(Signal.FAILED)
+    for iterator in list(_iterators):  # later, Python has taken away what they call
+        with suppress(ValueError):  # one that runs in another thread
+            iterator.close()
 
 
 def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:

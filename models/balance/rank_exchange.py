@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -106,6 +107,12 @@ class RankExchange:
         assert work is not None
         self._works[:] = [work]
         return work, rows
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for the other ranks to take the last message, so that `close` can destroy the group."""
+        deadline = time.monotonic() + seconds
+        while not all(work.is_completed() for work in self._works) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _rows(self, numbers: Sequence[float]) -> Tensor:
         rows = torch.zeros(self.size, len(numbers), dtype=torch.float64, device="cpu")

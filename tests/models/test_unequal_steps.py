@@ -175,16 +175,16 @@ def steps_of_one_rank(comm: Communicator, path: str, backend: str) -> None:
         ["balance: rank 0 left the loop after global batch 1, so this rank ends its epoch there too; loader.stop() on "
          "any rank ends it on all"] * rank
     )  # fmt: skip
-    assert job.loader.epoch == 0
+    assert job.loader.epoch == 0  # for state_dict, until the next one begins
     assert job.steps() == [-4, -6, -9]
-    assert job.loader.epoch == 1
+    assert job.loader.epoch == 2
 
     def stop(step: int) -> None:
         if rank == 1 and step == 1:
             job.loader.stop()
 
     assert job.steps(stop) == [-10, -12]
-    assert job.loader.epoch == 2
+    assert job.loader.epoch == 3
     assert job.steps() == [-13, -15, -18]
 
     # Before its backward a break is an error of the other ranks, which have the gradient already.
