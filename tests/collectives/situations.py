@@ -87,6 +87,20 @@ SITUATIONS = {
 }
 
 
+EVERY_CALL: tuple[Callable[[Communicator], object], ...] = (
+    lambda comm: comm.all_reduce(ramp(100, comm.rank)),
+    lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank)),
+    lambda comm: comm.broadcast(ramp(10, comm.rank)),
+    lambda comm: comm.all_gather(ramp(10, comm.rank), async_op=True),
+    lambda comm: comm.barrier(),
+    lambda comm: comm.split(0),
+    lambda comm: comm.empty(8),
+    lambda comm: comm.send(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
+    lambda comm: comm.recv(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
+)
+"""Calls of each kind, which succeed only together with all ranks or with the next one."""
+
+
 class Said(NamedTuple):
     """Error that a rank caught."""
 

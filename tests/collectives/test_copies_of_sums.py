@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gangline.collectives.compiled_core import core, problem
-from gangline.collectives.devices.device_group import broadcast, reduce
+from gangline.collectives.devices.device_group import reduce
 from gangline.kvstore import create
+from tests.kvstore.keyed import ranked
 from tests.operations import Operations
 
 COUNT = (9 << 20) // 4 + 3  # elements; just above the size from which threads are used
@@ -96,11 +97,6 @@ def test_a_parameter_is_a_value_and_an_output() -> None:
     assert all(value._version > version for value, version in zip(values, versions, strict=True))
 
 
-def ranked(rank: int) -> torch.Tensor:
-    """Return a tensor whose element i is i * 10 + rank."""
-    return (torch.arange(12, dtype=torch.float32) * 10 + rank).view(3, 4)
-
-
 @pytest.mark.parametrize(
     ("count", "dtype", "operations"),
     [
@@ -119,21 +115,11 @@ def ranked(rank: int) -> torch.Tensor:
     ],
 )
 def test_k_values_take_k_minus_1_adds(count: int, dtype: torch.dtype, operations: dict[str, int]) -> None:
-    values, out = [ranked(rank).to(dtype) for rank in range(count)], torch.empty(3, 4, dtype=dtype)
+    values, out = [ranked(rank).to(dtype) for rank in range(count)], torch.empty(2, 3, dtype=dtype)
     with Operations() as counted:
         reduce(values, out)
     assert counted.counts == operations
     assert all(torch.equal(value, ranked(rank).to(dtype)) for rank, value in enumerate(values))  # are not changed
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_broadcast_copies_once_into_each_out(count: int) -> None:
-    value, outs = ranked(5), [torch.empty(3, 4) for _ in range(count)]
-    with Operations() as operations:
-        broadcast(value, outs)
-    assert operations.counts == ({"copy": count} if count else {})
-    assert all(torch.equal(out, ranked(5)) for out in outs)
-    assert torch.equal(value, ranked(5))
 
 
 def test_many_small_keys_take_one_call_for_all() -> None:

@@ -231,18 +231,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     registered = comm.empty(COUNT, torch.int32)
     registered.copy_(values(COUNT, comm.rank, torch.int32))
     comm.all_reduce(registered)
-    everybody = [values(COUNT, rank, torch.int32) for rank in range(comm.size)]
-    same(registered, combined(everybody, "sum"), "registered")
-    # the rank of the same host reads only after a message from the other host, which waits for a rank there
-    neighbour, stranger = (comm.rank + 2) % comm.size, (comm.rank + 1) % comm.size
-    if comm.size == 4:
-        sending = [comm.send(everybody[comm.rank], to, async_op=True) for to in (neighbour, stranger)]
-        for source in ((comm.rank - 1) % comm.size, neighbour):
-            got = torch.empty(COUNT, dtype=torch.int32)
-            comm.recv(got, source)
-            same(got, everybody[source], f"from {source}")
-        for work in sending:
-            work.wait()
+    same(registered, combined([values(COUNT, rank, torch.int32) for rank in range(comm.size)], "sum"), "registered")
     group = comm.split(comm.rank % 2)
     assert group.transport == "shared_memory"
     check(group, Cell("all_gather", LARGE))
@@ -250,10 +239,9 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     return comm.hosts
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_of_a_host_use_shared_memory_and_others_the_network(size: int) -> None:
-    with Ranks(_on_two_hosts, size, transport="auto", timeout=60, opener=_open_elsewhere) as ranks:
-        assert ranks.results() == [(0, 1, 0, 1)[:size]] * size
+def test_ranks_of_a_host_use_shared_memory_and_others_the_network() -> None:
+    with Ranks(_on_two_hosts, 3, transport="auto", timeout=60, opener=_open_elsewhere) as ranks:
+        assert ranks.results() == [(0, 1, 0)] * 3
 
 
 def _far_waits_for_near(comm: Communicator) -> None:

@@ -95,9 +95,6 @@ def test_a_restarted_worker_that_cannot_continue_fails_the_job_by_name(code: str
     assert any(re.search(rf"worker 0\].*DeadNodeError: {text}", one) for one in errors), errors
 
 
-# Fronts beside each other
-
-
 # Writes between steps
 
 

@@ -13,8 +13,9 @@ from unittest.mock import patch
 from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
+from tests.collectives.processes import Bare
 from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
-from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
+from tests.kvstore.parameter_server.processes import DistJob
 
 _SERVER, _SCHEDULER = 100, 200
 """Offsets of server and scheduler numbers among the processes of a stage."""
@@ -23,7 +24,7 @@ _SERVER, _SCHEDULER = 100, 200
 class DistStage(Audience):
     """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
 
-    opener: type[RoleProcess] = RoleProcess
+    opener: type[Bare] = Bare
 
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from gangline.collectives.processes.spawning import Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore import KVStore
 from gangline.kvstore.parameter_server.server import sessions
+from tests.collectives.processes import Bare
 from tests.kvstore.parameter_server import processes
 from tests.kvstore.parameter_server.cases import run
 from tests.kvstore.parameter_server.processes import run_job
@@ -43,7 +44,7 @@ def test_a_worker_at_the_end_of_its_epoch_does_not_count_as_the_slowest() -> Non
     assert run_job(epochs_of_different_length, 2, 1) == [[[[b"\0", b"\1"]] * 2, [32.0] * 8]] * 2
 
 
-class _SmallBacklog(processes.RoleProcess):
+class _SmallBacklog(Bare):
     """Process that withholds acknowledgements beyond two rounds if it becomes a server."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
