@@ -358,11 +358,6 @@ def _counts(comm: Communicator, scale: int) -> tuple[int, int]:
     return exchanged.call_count, sent.call_count
 
 
-def _in_all_sizes(comm: Communicator) -> list[tuple[int, int]]:
-    comm.barrier()
-    return [_counts(comm, scale) for scale in (0, 1, 1000, 100_000)]
-
-
 def _only_rank_0_sends_much(comm: Communicator) -> None:
     count = 200_000 if comm.rank == 0 else 3
     outs = [torch.zeros(200_000 if source == 0 else 3) for source in range(comm.size)]
@@ -387,7 +382,8 @@ def _many_calls(comm: Communicator) -> list[tuple[int, int]]:
     _in_flight(comm)
     _two_threads(comm)
     _groups(comm)
-    counts = _in_all_sizes(comm)
+    comm.barrier()
+    counts = [_counts(comm, scale) for scale in (0, 1, 1000, 100_000)]
     _only_rank_0_sends_much(comm)
     with comm.split(0) as group:
         _sizes_that_differ(group)

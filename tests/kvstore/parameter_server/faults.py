@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from tests.collectives.processes import Bare
-from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
+from tests.collectives.stage import WAITS, Actor, Audience
 from tests.kvstore.parameter_server.processes import DistJob
 
 _SERVER, _SCHEDULER = 100, 200
@@ -22,7 +21,10 @@ _SERVER, _SCHEDULER = 100, 200
 
 
 class DistStage(Audience):
-    """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
+    """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started.
+
+    Its outcomes are those of scheduler, servers and workers in this order.
+    """
 
     opener: type[Bare] = Bare
 
@@ -48,15 +50,6 @@ class DistStage(Audience):
 
     def kill_scheduler(self) -> None:
         self.kill(_SCHEDULER)
-
-    def outcomes(self) -> list[Outcome]:
-        """Wait for all processes; return the outcomes of scheduler, servers and workers in this order."""
-        return self._ending.result(LIMIT)
-
-    def _last_words(self) -> str:
-        for number in self._processes:
-            self.signal(number, signal.SIGKILL)
-        return "; ".join(str(outcome.error) for outcome in self.outcomes())
 
 
 class Waits:

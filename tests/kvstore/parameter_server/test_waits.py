@@ -74,19 +74,11 @@ def test_a_barrier_does_not_wait_for_withheld_acknowledgements() -> None:
         assert ranks.results()[2:] == [[88.0]] * 2
 
 
-def pull_at_once(kv: KVStore) -> None:
-    kv.pull("a", torch.empty(NUMEL))
-
-
-def pull_and_wait(kv: KVStore) -> None:
-    kv.pull("a", torch.empty(NUMEL), async_op=True).wait()
-
-
-def set_optimizer(kv: KVStore) -> None:
-    kv.set_optimizer("sgd")
-
-
-CALLS: list[Callable[[KVStore], None]] = [pull_at_once, pull_and_wait, set_optimizer]
+CALLS: list[tuple[str, Callable[[KVStore], object]]] = [
+    ("pull of key 'a'", lambda kv: kv.pull("a", torch.empty(NUMEL))),
+    ("pull of key 'a'", lambda kv: kv.pull("a", torch.empty(NUMEL), async_op=True).wait()),
+    ("set_optimizer", lambda kv: kv.set_optimizer("sgd")),
+]
 
 
 def barrier_against(kv: KVStore) -> list[str]:
@@ -94,7 +86,7 @@ def barrier_against(kv: KVStore) -> list[str]:
     texts = []
     kv.init("a", torch.zeros(NUMEL))
     out = torch.empty(NUMEL)
-    for call in CALLS:
+    for _, call in CALLS:
         kv.pushpull("a", torch.ones(NUMEL), out=out)
         if kv.rank == 1:
             kv.push("a", torch.ones(NUMEL))
@@ -131,8 +123,7 @@ def pull_across_a_barrier(kv: KVStore) -> list[float]:
 
 def test_a_barrier_is_an_error_of_both_only_against_a_call_that_cannot_go_on_without_a_push() -> None:
     (first, pulled), (second, other) = run("dist_sync", 2, 1, [barrier_against, pull_across_a_barrier])
-    for call, text, other_text in zip(CALLS, first, second, strict=True):
-        name = "set_optimizer" if call is set_optimizer else "pull of key 'a'"
+    for (name, _), text, other_text in zip(CALLS, first, second, strict=True):
         words = f"{name} waits for a push of key 'a' by rank 0, which is in barrier"
         assert text.startswith(f"rank 1 of 2: {words}")
         assert other_text.startswith(f"rank 1: {words}")
