@@ -43,7 +43,8 @@ def test_the_compiled_core_reads_each_value_and_writes_each_output_once(
 def test_one_table_of_the_compiled_core_serves_all_keys_of_a_call(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [1, 7, 70_000, 300_000, 300_001] * 2
     keys = [*range(len(counts))]
-    values = [[torch.randn(count).to(dtype_of(key)) for _ in range(3)] for key, count in enumerate(counts)]
+    dtypes = [torch.float64 if key % 3 == 1 else torch.float32 for key in keys]
+    values = [[torch.randn(count, dtype=dtype) for _ in range(3)] for count, dtype in zip(counts, dtypes, strict=True)]
     expected = [(a + b) + c for a, b, c in values]
     outs = [[torch.empty_like(value) for value in of_key] for of_key in values]
     combine = Mock(wraps=core.combine)
@@ -64,10 +65,6 @@ def test_one_table_of_the_compiled_core_serves_all_keys_of_a_call(store: str, mo
             assert all(
                 torch.equal(out, sum_) for of_key, sum_ in zip(written, expected, strict=False) for out in of_key
             )
-
-
-def dtype_of(key: int) -> torch.dtype:
-    return torch.float64 if key % 3 == 1 else torch.float32
 
 
 @pytest.mark.parametrize("count", [2, 20])

@@ -249,24 +249,21 @@ def _far_waits_for_near(comm: Communicator) -> None:
     large, small = 9 * PIECE // 4, 5
     transport = comm._resources.transport
 
-    def as_bytes(tensor: Tensor) -> Tensor:
-        return tensor.view(torch.uint8)
-
     if comm.rank == 0:
-        near = transport.send(2, as_bytes(values(large, 0, torch.float32)), MessageTag(1, 1))
+        near = transport.send(2, values(large, 0, torch.float32).view(torch.uint8), MessageTag(1, 1))
         got = torch.empty(small)
-        transport.receive(1).into(as_bytes(got))
+        transport.receive(1).into(got.view(torch.uint8))
         same(got, values(small, 2, torch.float32), "passed on")
         near.wait()
     elif comm.rank == 1:
         got = torch.empty(small)
-        transport.receive(2).into(as_bytes(got))
-        transport.send(0, as_bytes(got), MessageTag(1, 1)).wait()
+        transport.receive(2).into(got.view(torch.uint8))
+        transport.send(0, got.view(torch.uint8), MessageTag(1, 1)).wait()
     else:
         got = torch.empty(large)
-        transport.receive(0).into(as_bytes(got))
+        transport.receive(0).into(got.view(torch.uint8))
         same(got, values(large, 0, torch.float32), "from the neighbour")
-        transport.send(1, as_bytes(values(small, 2, torch.float32)), MessageTag(1, 1)).wait()
+        transport.send(1, values(small, 2, torch.float32).view(torch.uint8), MessageTag(1, 1)).wait()
     comm.barrier()
 
 
