@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gangline import Communicator
+from tests.collectives.grid import Cell, check
 
 
 def ramp(count: int, rank: int) -> Tensor:
@@ -34,21 +35,8 @@ def _all_reduce_in_the_background(count: int, comm: Communicator, _victim: int) 
     expect(second, ramp(count, 0) * comm.size + comm.size * (comm.size - 1))
 
 
-def _broadcast(count: int, step: int, comm: Communicator, victim: int) -> None:
-    root = (victim + step) % comm.size
-    values = ramp(count, comm.rank)
-    comm.broadcast(values, root)
-    expect(values, ramp(count, root))
-
-
-def _all_to_all(count: int, comm: Communicator, _victim: int) -> None:
-    rows = torch.stack([ramp(count, 10 * to + comm.rank) for to in range(comm.size)])
-    received = comm.all_to_all(rows)
-    expect(received, torch.stack([ramp(count, 10 * comm.rank + source) for source in range(comm.size)]))
-
-
-def _barrier(comm: Communicator, _victim: int) -> None:
-    comm.barrier()
+def _broadcast(step: int, comm: Communicator, victim: int) -> None:
+    check(comm, Cell("broadcast", 1 << 19, root=(victim + step) % comm.size))
 
 
 def _receive_from_it(count: int, comm: Communicator, victim: int) -> None:
@@ -66,7 +54,7 @@ def _receive_from_each_other(count: int, comm: Communicator, victim: int) -> Non
 
 
 class Situation(NamedTuple):
-    call: Callable[[Communicator, int], None]
+    call: Callable[[Communicator, int], object]
     text: str
     """Name of the call in error texts."""
     needs_all: bool = True
@@ -77,14 +65,28 @@ SITUATIONS = {
     "small all_reduce": Situation(partial(all_reduce, 100), "all_reduce(100 x float32, sum)"),
     "large all_reduce": Situation(partial(all_reduce, 1 << 20), "all_reduce(1048576 x float32, sum)"),
     "async all_reduce": Situation(partial(_all_reduce_in_the_background, 1 << 19), "all_reduce(524288 x float32, sum)"),
-    "broadcast from it": Situation(partial(_broadcast, 1 << 19, 0), "broadcast(524288 x float32, root {victim})"),
-    "broadcast to it": Situation(partial(_broadcast, 1 << 19, 1), "broadcast(524288 x float32, root {next})", False),
-    "all_to_all": Situation(partial(_all_to_all, 1 << 18), "all_to_all(262144 x float32)"),
-    "barrier": Situation(_barrier, "barrier()"),
+    "broadcast from it": Situation(partial(_broadcast, 0), "broadcast(524288 x float32, root {victim})"),
+    "broadcast to it": Situation(partial(_broadcast, 1), "broadcast(524288 x float32, root {next})", False),
+    "all_to_all": Situation(lambda comm, _: check(comm, Cell("all_to_all", 1 << 18)), "all_to_all(262144 x float32)"),
+    "barrier": Situation(lambda comm, _: check(comm, Cell("barrier", 0)), "barrier()"),
     "recv from it": Situation(partial(_receive_from_it, 1 << 14), "recv(16384 x float32)"),
     "send to it": Situation(partial(_send_to_it, 1 << 20), "send(1048576 x float32)", False),
     "recv from each other": Situation(partial(_receive_from_each_other, 100), "recv(100 x float32)"),
 }
+
+
+EVERY_CALL: tuple[Callable[[Communicator], object], ...] = (
+    lambda comm: comm.all_reduce(ramp(100, comm.rank)),
+    lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank)),
+    lambda comm: comm.broadcast(ramp(10, comm.rank)),
+    lambda comm: comm.all_gather(ramp(10, comm.rank), async_op=True),
+    lambda comm: comm.barrier(),
+    lambda comm: comm.split(0),
+    lambda comm: comm.empty(8),
+    lambda comm: comm.send(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
+    lambda comm: comm.recv(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
+)
+"""Calls of each kind, which succeed only together with all ranks or with the next one."""
 
 
 class Said(NamedTuple):

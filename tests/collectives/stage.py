@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +71,9 @@ class Actor:
 
 class Audience:
     """Test's side of the sockets to the ranks. Leaving the context without an error checks that no resource is left."""
+
+    _ending: Future[list[Outcome]]
+    """Outcomes of the ranks, which a subclass starts."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -156,8 +159,15 @@ class Audience:
     def _find_leftovers(self) -> None:
         self._left = (self._held & _all_holdings()) | {str(file) for file in self._files.iterdir()}
 
+    def outcomes(self) -> list[Outcome]:
+        """Wait for all ranks and return their outcomes."""
+        with self._in_time("the ranks have not ended"):
+            return self._ending.result(LIMIT)
+
     def _last_words(self) -> str:
-        return "see its output"
+        for rank in self._processes:
+            self.signal(rank, signal.SIGKILL)
+        return "; ".join(str(outcome.error) for outcome in self.outcomes())
 
     @contextmanager
     def _in_time(self, problem: str) -> Iterator[None]:
@@ -203,16 +213,6 @@ class Stage(Audience):
         except BaseException:
             self.close()
             raise
-
-    def outcomes(self) -> list[Outcome]:
-        """Wait for all ranks and return their outcomes."""
-        with self._in_time("the ranks have not ended"):
-            return self._ending.result(LIMIT)
-
-    def _last_words(self) -> str:
-        for rank in self._processes:
-            self.signal(rank, signal.SIGKILL)
-        return "; ".join(str(outcome.error) for outcome in self.outcomes())
 
 
 def _open(*arguments: Any, **options: Any) -> Communicator:

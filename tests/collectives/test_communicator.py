@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from gangline.collectives.call_signature import CallSignature, encode_signature
 from gangline.collectives.communicator import Communicator, in_process
@@ -20,6 +19,7 @@ from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.work import Work
 from tests.collectives.grid import COLLECTIVES, Cell, call, check, combined, inputs_of, reference, values
 from tests.collectives.ranks import LARGE, in_ranks, in_threads, open_again, outcomes_in_threads, run_together, same
+from tests.collectives.situations import EVERY_CALL
 
 ones = torch.ones
 
@@ -160,17 +160,9 @@ def _after_close(comm: Communicator) -> None:
     gc.collect()
     view += 1  # the memory lives as long as a view of it
     assert torch.equal(view, torch.arange(11, 2 * LARGE, 2) + 1)
-    other = (comm.rank + 1) % comm.size
-    for later in (
-        lambda: comm.all_reduce(view),
-        lambda: comm.empty(3),
-        lambda: comm.split(0),
-        comm.barrier,
-        lambda: comm.send(view, other),
-        lambda: comm.recv(view, other),
-    ):
+    for later in EVERY_CALL:
         with pytest.raises(GanglineError, match="the communicator is closed"):
-            later()
+            later(comm)
 
 
 # Refused calls
@@ -357,30 +349,13 @@ def test_an_extra_call_is_distinguished_from_earlier_calls() -> None:
 # All-to-all of rows that differ in size: results, errors, and how many exchanges and messages it takes
 
 
-def _row(source: int, target: int, scale: int) -> Tensor:
-    """Return what one rank sends to another: nothing from rank 0 to itself."""
-    return torch.arange(scale * (source + 2 * target)) * 100 + 10 * source + target
-
-
-def _exchange(comm: Communicator, scale: int) -> None:
-    outs = [torch.full((scale * (source + 2 * comm.rank),), -1) for source in range(comm.size)]
-    comm.all_to_all_uneven([_row(comm.rank, target, scale) for target in range(comm.size)], outs)
-    for source, out in enumerate(outs):
-        assert out.equal(_row(source, comm.rank, scale))
-
-
 def _counts(comm: Communicator, scale: int) -> tuple[int, int]:
     """Return the slot exchanges and the messages that this rank needs."""
     engine, transport = comm._engine, comm._resources.transport
     exchanges = patch.object(engine, "exchange_slots", wraps=engine.exchange_slots)
     with exchanges as exchanged, patch.object(transport, "send", wraps=transport.send) as sent:
-        _exchange(comm, scale)
+        check(comm, Cell("all_to_all_uneven", scale, out="out"))
     return exchanged.call_count, sent.call_count
-
-
-def _in_all_sizes(comm: Communicator) -> list[tuple[int, int]]:
-    comm.barrier()
-    return [_counts(comm, scale) for scale in (0, 1, 1000, 100_000)]
 
 
 def _only_rank_0_sends_much(comm: Communicator) -> None:
@@ -394,7 +369,7 @@ def _sizes_that_differ(comm: Communicator) -> None:
     rows = [torch.zeros(3 if (comm.rank, to) == (1, 0) else 2) for to in range(comm.size)]
     with pytest.raises(MismatchError, match="rank 1 sends 3 elements to rank 0, which expects 2"):
         comm.all_to_all_uneven(rows, [torch.zeros(2) for _ in rows])
-    _exchange(comm, 2)
+    check(comm, Cell("all_to_all_uneven", 2, out="out"))
     with pytest.raises(ValueError, match=f"1 outs were given; expected one for each of {comm.size} ranks"):
         comm.all_to_all_uneven(rows, [torch.zeros(2)])
     dtype = torch.float64 if comm.rank == 1 else torch.float32
@@ -407,7 +382,8 @@ def _many_calls(comm: Communicator) -> list[tuple[int, int]]:
     _in_flight(comm)
     _two_threads(comm)
     _groups(comm)
-    counts = _in_all_sizes(comm)
+    comm.barrier()
+    counts = [_counts(comm, scale) for scale in (0, 1, 1000, 100_000)]
     _only_rank_0_sends_much(comm)
     with comm.split(0) as group:
         _sizes_that_differ(group)

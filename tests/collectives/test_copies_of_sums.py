@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gangline.collectives.compiled_core import core, problem
-from gangline.collectives.devices.device_group import broadcast, reduce
+from gangline.collectives.devices.device_group import reduce
 from gangline.kvstore import create
+from tests.kvstore.keyed import ranked
 from tests.operations import Operations
 
 COUNT = (9 << 20) // 4 + 3  # elements; just above the size from which threads are used
@@ -42,7 +43,8 @@ def test_the_compiled_core_reads_each_value_and_writes_each_output_once(
 def test_one_table_of_the_compiled_core_serves_all_keys_of_a_call(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [1, 7, 70_000, 300_000, 300_001] * 2
     keys = [*range(len(counts))]
-    values = [[torch.randn(count).to(dtype_of(key)) for _ in range(3)] for key, count in enumerate(counts)]
+    dtypes = [torch.float64 if key % 3 == 1 else torch.float32 for key in keys]
+    values = [[torch.randn(count, dtype=dtype) for _ in range(3)] for count, dtype in zip(counts, dtypes, strict=True)]
     expected = [(a + b) + c for a, b, c in values]
     outs = [[torch.empty_like(value) for value in of_key] for of_key in values]
     combine = Mock(wraps=core.combine)
@@ -63,10 +65,6 @@ def test_one_table_of_the_compiled_core_serves_all_keys_of_a_call(store: str, mo
             assert all(
                 torch.equal(out, sum_) for of_key, sum_ in zip(written, expected, strict=False) for out in of_key
             )
-
-
-def dtype_of(key: int) -> torch.dtype:
-    return torch.float64 if key % 3 == 1 else torch.float32
 
 
 @pytest.mark.parametrize("count", [2, 20])
@@ -96,11 +94,6 @@ def test_a_parameter_is_a_value_and_an_output() -> None:
     assert all(value._version > version for value, version in zip(values, versions, strict=True))
 
 
-def ranked(rank: int) -> torch.Tensor:
-    """Return a tensor whose element i is i * 10 + rank."""
-    return (torch.arange(12, dtype=torch.float32) * 10 + rank).view(3, 4)
-
-
 @pytest.mark.parametrize(
     ("count", "dtype", "operations"),
     [
@@ -119,21 +112,11 @@ def ranked(rank: int) -> torch.Tensor:
     ],
 )
 def test_k_values_take_k_minus_1_adds(count: int, dtype: torch.dtype, operations: dict[str, int]) -> None:
-    values, out = [ranked(rank).to(dtype) for rank in range(count)], torch.empty(3, 4, dtype=dtype)
+    values, out = [ranked(rank).to(dtype) for rank in range(count)], torch.empty(2, 3, dtype=dtype)
     with Operations() as counted:
         reduce(values, out)
     assert counted.counts == operations
     assert all(torch.equal(value, ranked(rank).to(dtype)) for rank, value in enumerate(values))  # are not changed
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_broadcast_copies_once_into_each_out(count: int) -> None:
-    value, outs = ranked(5), [torch.empty(3, 4) for _ in range(count)]
-    with Operations() as operations:
-        broadcast(value, outs)
-    assert operations.counts == ({"copy": count} if count else {})
-    assert all(torch.equal(out, ranked(5)) for out in outs)
-    assert torch.equal(value, ranked(5))
 
 
 def test_many_small_keys_take_one_call_for_all() -> None:

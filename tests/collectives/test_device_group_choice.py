@@ -161,6 +161,7 @@ def pair(**kwargs: Any) -> list[torch.Tensor]:
         (lambda group: group.all_reduce(pair()[:1]), ValueError, "tensors has 1 entries for 2 devices"),
         (lambda group: group.all_reduce(pair(), "avg"), ValueError, "op is 'avg'; expected one of sum, mean"),
         (lambda group: group.all_reduce(pair(dtype=torch.int32), "mean"), TypeError, "the mean of torch.int32"),
+        (lambda group: group.all_reduce(pair(dtype=torch.complex64), "min"), TypeError, "torch.complex64 has no order"),
         (lambda group: group.all_reduce(pair(dtype=torch.uint16)), TypeError, "torch.uint16 was given"),
         (lambda group: group.all_reduce([1, *pair()[1:]]), TypeError, r"tensors\[0\] is a int; expected a torch"),
         (lambda group: group.all_reduce([*pair()[:1], 2]), TypeError, r"tensors\[1\] is a int; expected a torch"),

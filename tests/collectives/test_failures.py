@@ -26,7 +26,7 @@ from gangline.collectives.liveness import status_socket
 from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.transport import ZmqTransport
-from tests.collectives.situations import SITUATIONS, Said, all_reduce, error_of, expect, ramp
+from tests.collectives.situations import EVERY_CALL, SITUATIONS, Said, all_reduce, error_of, expect, ramp
 from tests.collectives.stage import WAITS, Actor, Stage
 
 pytestmark = pytest.mark.timeout(110)
@@ -37,18 +37,6 @@ POSITIONS = [(size, rank) for size in (2, 3, 4) for rank in range(size)]
 
 WAYS = ("absent", "alone", "midway")
 """State of the lost rank: not in the call that the others wait in; in it before the others; or all are in it."""
-
-LATER: tuple[Callable[[Communicator], object], ...] = (
-    lambda comm: comm.all_reduce(ramp(100, comm.rank)),
-    lambda comm: comm.all_reduce(ramp(1 << 19, comm.rank)),
-    lambda comm: comm.broadcast(ramp(10, comm.rank)),
-    lambda comm: comm.all_gather(ramp(10, comm.rank), async_op=True),
-    lambda comm: comm.barrier(),
-    lambda comm: comm.split(0),
-    lambda comm: comm.empty(8),
-    lambda comm: comm.send(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
-    lambda comm: comm.recv(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
-)
 
 
 def _until_it_fails(comm: Communicator, situation: str, victim: int) -> Said | None:
@@ -68,7 +56,7 @@ def lose_one(comm: Communicator, path: str, situation: str, way: str, victim: in
         actor.hear()
     actor.announce_waits()
     first = began or _until_it_fails(comm, situation, victim)
-    return [first, *(error_of(partial(call, comm)) for call in LATER)]
+    return [first, *(error_of(partial(call, comm)) for call in EVERY_CALL)]
 
 
 def _signal_oneself_midway(number: int) -> None:
@@ -99,7 +87,7 @@ def _check_errors(errors: list[Said | None], size: int, victim: int, situation: 
         calls.append(re.escape("barrier()"))
     assert first.kind == "DeadNodeError", first
     assert re.fullmatch(rf"rank {victim} {why} \(rank \d waited in ({'|'.join(calls)})\)", first.text), first
-    assert later == [first] * len(LATER)
+    assert later == [first] * len(EVERY_CALL)
 
 
 CASES = [

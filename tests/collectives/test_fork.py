@@ -21,19 +21,7 @@ from gangline.collectives.liveness import status_socket
 from gangline.collectives.transports.addresses import reachable_address
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank, join_group
-from tests.collectives.situations import all_reduce, error_of
-
-CALLS: tuple[Callable[[Communicator], object], ...] = (
-    lambda comm: comm.all_reduce(torch.ones(10)),
-    lambda comm: comm.all_reduce(torch.ones(1 << 19)),
-    lambda comm: comm.all_gather(torch.ones(10), async_op=True),
-    lambda comm: comm.barrier(),
-    lambda comm: comm.split(0),
-    lambda comm: comm.empty(8),
-    lambda comm: comm.send(torch.ones(10), 1 - comm.rank),
-    lambda comm: comm.recv(torch.ones(10), 1 - comm.rank, async_op=True),
-    lambda comm: comm.dead_ranks(),
-)
+from tests.collectives.situations import EVERY_CALL, all_reduce, error_of
 
 
 def texts_of(calls: Iterable[Callable[[], object]]) -> str:
@@ -72,7 +60,7 @@ def _fork(comm: Communicator) -> tuple[int, list[str]]:
 
     def call_all_and_end() -> str:
         nonlocal comm, work, running
-        texts = texts_of(partial(call, comm) for call in CALLS)
+        texts = texts_of(partial(call, comm) for call in (*EVERY_CALL, Communicator.dead_ranks))
         comm.close()
         del comm, work, running
         gc.collect()
@@ -181,7 +169,7 @@ def test_a_forked_process_gets_an_error_and_leaves_its_parents_sockets_alone(tra
         assert texts == [
             f"this communicator belongs to process {process}, from which this one was forked: open another one in the "
             "child, at another port, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
-        ] * len(CALLS)
+        ] * (len(EVERY_CALL) + 1)
 
 
 @pytest.mark.parametrize(

@@ -30,20 +30,6 @@ def inside_then_outside(call: Callable[[], object]) -> None:
 
 
 def _communicator(comm: Communicator) -> None:
-    def messages(count: int) -> None:
-        values, other = torch.full((count,), float(comm.rank)), 1 - comm.rank
-        work = comm.send(values, other, async_op=True)
-        assert work is not None
-        got = comm.recv(torch.empty(count), other)
-        work.wait()
-        assert isinstance(got, Tensor)
-        assert got.unique().tolist() == [float(other)]
-
-    def uneven() -> None:
-        outs = [torch.zeros(2), torch.zeros(2)]
-        comm.all_to_all_uneven([torch.full((2,), float(comm.rank))] * 2, outs)
-        assert torch.stack(outs).tolist() == [[0.0, 0.0], [1.0, 1.0]]
-
     shared: list[Tensor] = []
 
     def registered() -> None:
@@ -51,10 +37,8 @@ def _communicator(comm: Communicator) -> None:
         assert {comm.all_reduce(one.fill_(1.0)).sum().item() for one in shared} == {14.0}  # type: ignore[union-attr]
 
     for count in COUNTS:
-        inside_then_outside(partial(messages, count))
-        for collective in COLLECTIVES:
+        for collective in (*COLLECTIVES, "all_to_all_uneven", "send_recv"):
             inside_then_outside(partial(check, comm, Cell(collective, count, out=outs_of(collective)[0])))
-    inside_then_outside(uneven)
     inside_then_outside(registered)
 
 

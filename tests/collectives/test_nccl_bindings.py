@@ -14,17 +14,9 @@ from gangline import gpu, num_gpus
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import Nccl
 from gangline.collectives.devices.device_group import DeviceGroup
+from tests.collectives.grid import Cell, combined, inputs_of
 from tests.collectives.simulated_gpus import HostGpus, on_simulated_gpu, simulated_gpus
 from tests.collectives.test_fork import in_child
-
-
-def given(count: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    return [(torch.arange(size) * 7 + position).to(dtype) for position in range(count)]
-
-
-def summed(count: int, size: int, dtype: torch.dtype) -> Tensor:
-    return (torch.arange(size) * 7 * count + count * (count - 1) // 2).to(dtype)
-
 
 # -- the calls, by simulated GPUs; test_device_group_table has their values -------------------------------------------
 
@@ -42,11 +34,11 @@ def on_gpus(values: Iterable[Tensor]) -> list[Tensor]:
 
 def test_a_collective_is_a_group_of_a_call_per_position(group: DeviceGroup) -> None:
     """Many keys are one group of sums and one of copies, because the calls of one group may run concurrently."""
-    tensors = on_gpus(given(4, 8, torch.float32))
+    tensors = on_gpus(inputs_of(Cell("all_reduce", 8), 4))
     group.all_reduce(tensors)
     group.all_gather(tensors)
     group.reduce_scatter([tensor.view(4, 2) for tensor in tensors])
-    values = [on_gpus(given(4, size, torch.float32)) for size in (1, 5, 0, 64)]
+    values = [on_gpus(inputs_of(Cell("all_reduce", size), 4)) for size in (1, 5, 0, 64)]
     outs = [[torch.zeros_like(value) for value in of_key] for of_key in values]
     group.move([(of_key, torch.zeros_like(of_key[0]), out) for of_key, out in zip(values, outs, strict=True)])
     names = (("all_reduce", 1), ("all_gather", 1), ("reduce_scatter", 1), ("reduce", 3), ("broadcast", 3))
@@ -172,6 +164,7 @@ def test_all_gpus_through_each_binding() -> None:
     if count < 2:
         pytest.skip(f"there are {count} GPUs; expected 2")
     group = DeviceGroup([gpu(position) for position in range(count)], "nccl")
-    tensors = [one.to(device) for one, device in zip(given(count, 1000, torch.float32), group.devices, strict=True)]
+    values = inputs_of(Cell("all_reduce", 1000), count)
+    tensors = [one.to(device) for one, device in zip(values, group.devices, strict=True)]
     group.all_reduce(tensors)
-    assert all(torch.equal(tensor.cpu(), summed(count, 1000, torch.float32)) for tensor in tensors)
+    assert all(torch.equal(tensor.cpu(), combined(values, "sum")) for tensor in tensors)

@@ -239,10 +239,7 @@ def test_a_store_of_torch_distributed_may_have_the_same_port(address: str) -> No
 
 
 def _beside_torch(comm: Bare, address: str) -> list[bytes]:
-    import torch.distributed as dist
-
-    where = f"tcp://{address}"
-    dist.init_process_group("gloo", init_method=where, rank=comm.rank, world_size=comm.size)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=comm.rank, world_size=comm.size)
     try:
         return Rendezvous(comm.rank, comm.size, address, timeout=10, environment={}).exchange(b"%d" % comm.rank)
     finally:

@@ -231,18 +231,7 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     registered = comm.empty(COUNT, torch.int32)
     registered.copy_(values(COUNT, comm.rank, torch.int32))
     comm.all_reduce(registered)
-    everybody = [values(COUNT, rank, torch.int32) for rank in range(comm.size)]
-    same(registered, combined(everybody, "sum"), "registered")
-    # the rank of the same host reads only after a message from the other host, which waits for a rank there
-    neighbour, stranger = (comm.rank + 2) % comm.size, (comm.rank + 1) % comm.size
-    if comm.size == 4:
-        sending = [comm.send(everybody[comm.rank], to, async_op=True) for to in (neighbour, stranger)]
-        for source in ((comm.rank - 1) % comm.size, neighbour):
-            got = torch.empty(COUNT, dtype=torch.int32)
-            comm.recv(got, source)
-            same(got, everybody[source], f"from {source}")
-        for work in sending:
-            work.wait()
+    same(registered, combined([values(COUNT, rank, torch.int32) for rank in range(comm.size)], "sum"), "registered")
     group = comm.split(comm.rank % 2)
     assert group.transport == "shared_memory"
     check(group, Cell("all_gather", LARGE))
@@ -250,10 +239,9 @@ def _on_two_hosts(comm: Communicator) -> tuple[int, ...]:
     return comm.hosts
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_of_a_host_use_shared_memory_and_others_the_network(size: int) -> None:
-    with Ranks(_on_two_hosts, size, transport="auto", timeout=60, opener=_open_elsewhere) as ranks:
-        assert ranks.results() == [(0, 1, 0, 1)[:size]] * size
+def test_ranks_of_a_host_use_shared_memory_and_others_the_network() -> None:
+    with Ranks(_on_two_hosts, 3, transport="auto", timeout=60, opener=_open_elsewhere) as ranks:
+        assert ranks.results() == [(0, 1, 0)] * 3
 
 
 def _far_waits_for_near(comm: Communicator) -> None:
@@ -261,24 +249,21 @@ def _far_waits_for_near(comm: Communicator) -> None:
     large, small = 9 * PIECE // 4, 5
     transport = comm._resources.transport
 
-    def as_bytes(tensor: Tensor) -> Tensor:
-        return tensor.view(torch.uint8)
-
     if comm.rank == 0:
-        near = transport.send(2, as_bytes(values(large, 0, torch.float32)), MessageTag(1, 1))
+        near = transport.send(2, values(large, 0, torch.float32).view(torch.uint8), MessageTag(1, 1))
         got = torch.empty(small)
-        transport.receive(1).into(as_bytes(got))
+        transport.receive(1).into(got.view(torch.uint8))
         same(got, values(small, 2, torch.float32), "passed on")
         near.wait()
     elif comm.rank == 1:
         got = torch.empty(small)
-        transport.receive(2).into(as_bytes(got))
-        transport.send(0, as_bytes(got), MessageTag(1, 1)).wait()
+        transport.receive(2).into(got.view(torch.uint8))
+        transport.send(0, got.view(torch.uint8), MessageTag(1, 1)).wait()
     else:
         got = torch.empty(large)
-        transport.receive(0).into(as_bytes(got))
+        transport.receive(0).into(got.view(torch.uint8))
         same(got, values(large, 0, torch.float32), "from the neighbour")
-        transport.send(1, as_bytes(values(small, 2, torch.float32)), MessageTag(1, 1)).wait()
+        transport.send(1, values(small, 2, torch.float32).view(torch.uint8), MessageTag(1, 1)).wait()
     comm.barrier()
 
 

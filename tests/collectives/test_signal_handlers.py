@@ -20,6 +20,7 @@ from gangline.collectives.errors import GanglineError, NestedCallError, StallErr
 from gangline.collectives.processes.spawning import spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.allreduce.store import AllReduceStore
+from tests.collectives.grid import Cell, check
 from tests.collectives.processes import Processes, Rank, join_group
 from tests.kvstore.parameter_server.processes import run_job
 
@@ -66,12 +67,6 @@ def summed(comm: Communicator, count: int) -> None:
     assert values.unique().tolist() == [3.0]
 
 
-def uneven(comm: Communicator) -> None:
-    outs = [torch.zeros(2), torch.zeros(2)]
-    comm.all_to_all_uneven([torch.full((2,), float(comm.rank))] * 2, outs)
-    assert torch.stack(outs).tolist() == [[0.0, 0.0], [1.0, 1.0]]
-
-
 def split(comm: Communicator) -> None:
     part = comm.split(0)
     assert part is not None
@@ -84,7 +79,7 @@ def _calls(comm: Communicator, folder: str) -> None:
         "small": partial(summed, comm, 4),
         "large": partial(summed, comm, LARGE),
         "barrier": comm.barrier,
-        "uneven": partial(uneven, comm),
+        "uneven": partial(check, comm, Cell("all_to_all_uneven", 2, out="out")),
         "split": partial(split, comm),
         "row": lambda: comm.reduce_scatter(torch.ones(2, 3)),
     }

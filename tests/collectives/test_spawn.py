@@ -152,14 +152,6 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
         spawn(3, 2)
 
 
-def test_a_function_of_a_program_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = ModuleType("__main__")
-    exec("def typed(comm): pass", session.__dict__)
-    monkeypatch.setitem(sys.modules, "__main__", session)
-    with pytest.raises(ValueError, match="this program is not a file; define it in a module"):
-        spawn(session.typed, 2)
-
-
 @pytest.mark.slow
 def test_a_program_from_standard_input_runs_functions_of_modules_and_refuses_its_own() -> None:
     program = """

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -48,13 +49,6 @@ def appending(order: list[str], name: str) -> Callable[[], None]:
     return lambda: order.append(name)
 
 
-def failing(error: BaseException) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
 # -- the handle -------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +58,7 @@ def failing(error: BaseException) -> Callable[[], None]:
 def test_an_exception_reaches_each_waiter_and_the_queue_continues(queue: WorkQueue, error: BaseException) -> None:
     joined: list[str] = []
     work, after = Work("first", appending(joined, "first")), Work("second", appending(joined, "second"))
-    queue.submit(failing(error), work, ["w"], 0)
+    queue.submit(Mock(side_effect=error), work, ["w"], 0)
     queue.submit(lambda: None, after, ["w"], 0)
     for _ in range(2):
         with pytest.raises(type(error)) as caught:

@@ -20,13 +20,6 @@ pytestmark = pytest.mark.timeout(110)
 JOB = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def jobs(code: str, *words: str) -> tuple[int, list[str], list[str]]:
-    head = "import os, signal, torch, gangline\nrank = int(os.environ['RANK'])\n"
-    with launch("-n", "2", *words, "--", sys.executable, "-c", head + code) as run:
-        status, out, errors = run.end(100)
-    return status, out, errors
-
-
 # Which store
 
 
@@ -85,7 +78,10 @@ LATE_KEYS = "a loop that initialises keys after its first push ('late')"
     ],
 )
 def test_a_restarted_worker_that_cannot_continue_fails_the_job_by_name(code: str, what: str) -> None:
-    status, out, errors = jobs(code, "-s", "1", "--restart-processes", "1")
+    head = "import os, signal, torch, gangline\nrank = int(os.environ['RANK'])\n"
+    words = ("-n", "2", "-s", "1", "--restart-processes", "1")
+    with launch(*words, "--", sys.executable, "-c", head + code) as run:
+        status, out, errors = run.end(100)
     text = f"worker 1 was started again alone, and {re.escape(what)} cannot be continued by one worker"
     assert status
     assert out == []
@@ -93,9 +89,6 @@ def test_a_restarted_worker_that_cannot_continue_fails_the_job_by_name(code: str
         re.search(rf"worker 1\] RuntimeError: {text}; use gangline launch --max-restarts", one) for one in errors
     )
     assert any(re.search(rf"worker 0\].*DeadNodeError: {text}", one) for one in errors), errors
-
-
-# Fronts beside each other
 
 
 # Writes between steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -15,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from gangline import kvstore
 from gangline.kvstore import KVStore, Trainer
 from gangline.kvstore.buckets import plan
-from gangline.kvstore.interface import read_optimizer_states
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Command, CommandResult, Push, ValuesRead
@@ -39,11 +37,6 @@ def parameters(values: list[Tensor]) -> list[nn.Parameter]:
     for parameter, value in zip(found, values, strict=True):
         parameter.grad = value.clone()
     return found
-
-
-def apart(found: list[Tensor], expected: list[Any]) -> float:
-    pairs = zip(found, expected, strict=True)
-    return max(float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in pairs)
 
 
 # The arithmetic
@@ -135,7 +128,7 @@ def test_pushes_are_clipped_together_by_update(store: str) -> None:
             value.fill_(math.nan)
         for _ in range(2):
             kv.update()  # the second has nothing to do
-        assert apart(pulled(kv), [-p.grad for p in expected]) <= 1e-12
+        torch.testing.assert_close(pulled(kv), [-p.grad for p in expected], rtol=1e-12, atol=0)
 
 
 def test_the_order_of_pushes_does_not_change_the_bits() -> None:
@@ -180,19 +173,12 @@ def test_a_pending_push_forbids_pull_and_push_and_can_be_dropped() -> None:
     assert torch.allclose(pulled(kv)[1], -ones / 2, atol=1e-5)
 
 
-def test_the_rate_and_the_state_are_those_of_update(tmp_path: Path) -> None:
-    kv = started(kvstore.create("device"), clip_global_norm=1.0, momentum=0.5)
-    value = torch.tensor(1.0, dtype=torch.float64)
-    kv.push("one", value * 10)
+def test_the_rate_is_that_of_update() -> None:
+    kv = started(kvstore.create("device"), clip_global_norm=1.0)
+    kv.push("one", torch.tensor(10.0, dtype=torch.float64))
     kv.set_learning_rate(0.25)
     kv.update()
     assert float(pulled(kv)[2]) == pytest.approx(-0.25, abs=1e-5)
-    kv.save_optimizer_states(tmp_path / "states")
-    assert float(read_optimizer_states(tmp_path / "states").tensors['"one"/momentum_buffer']) == pytest.approx(1.0)
-    kv.load_optimizer_states(tmp_path / "states")
-    kv.push("one", value * 10)
-    kv.update()
-    assert float(pulled(kv)[2]) == pytest.approx(-0.25 - 0.25 * 1.5, abs=1e-5)
 
 
 # Workers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from gangline.kvstore import KVStore, RowSparse, create
 from gangline.kvstore.compression import TwoBit, compress
-from tests.kvstore.keyed import KEYS, LIMIT, SHAPES, bits, gradient
+from tests.kvstore.keyed import KEYS, LIMIT, SHAPES, check_same, gradient
 from tests.kvstore.keyed import pulled as all_pulled
 
 W = "fc.weight"
@@ -37,11 +36,6 @@ def gradients(step: int, senders: int) -> list[list[torch.Tensor]]:
 
 def pulled(kv: KVStore, key: Any) -> torch.Tensor:
     return all_pulled(kv, [key])[key]
-
-
-def same(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
-    """Return True if equal names have equal bits."""
-    return found.keys() == expected.keys() and all(bits(one) == bits(expected[name]) for name, one in found.items())
 
 
 def send(gradient: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -106,9 +100,9 @@ def test_a_nan_in_the_last_key_of_a_list_changes_nothing_of_any_key(
     with pytest.raises(ValueError, match=r"key 'a/b\.gamma' holds NaN or infinity"):
         getattr(kv, call.split()[-1])(*arguments, async_op="async" in call).wait(LIMIT)
     assert all((out == 99).all() for out in outs)
-    assert same(kv.compression_residuals(), residuals)
-    assert same(all_pulled(kv), weights)
-    assert same(kv.optimizer_state().tensors, state)
+    check_same(kv.compression_residuals(), residuals)
+    check_same(all_pulled(kv), weights)
+    check_same(kv.optimizer_state().tensors, state)
 
 
 def test_a_push_refused_by_the_optimizer_leaves_residuals_unchanged(kv: KVStore) -> None:
@@ -119,10 +113,7 @@ def test_a_push_refused_by_the_optimizer_leaves_residuals_unchanged(kv: KVStore)
     residuals = kv.compression_residuals()
     with pytest.raises(ValueError, match="'muon' works on whole tensors, but the gradient of key 'b' is row-sparse"):
         kv.push([W, "b"], [gradient(W, 2), RowSparse([1], torch.ones(1, 6), (4, 6))])
-    assert same(kv.compression_residuals(), residuals)
-
-
-# -- what is not compressed -------------------------------------------------------------------------------------------
+    check_same(kv.compression_residuals(), residuals)
 
 
 # -- setting and ending -----------------------------------------------------------------------------------------------
@@ -185,8 +176,8 @@ def test_saved_and_loaded_residuals_continue_bit_for_bit(kv: KVStore, codec: str
         for step in range(5, 10):
             for store in (kv, fresh):
                 store.push(KEYS, gradients(step, 3))
-            assert same(all_pulled(fresh), all_pulled(kv))
-        assert same(fresh.compression_residuals(), kv.compression_residuals())
+            check_same(all_pulled(fresh), all_pulled(kv))
+        check_same(fresh.compression_residuals(), kv.compression_residuals())
 
 
 def test_residuals_are_copies_both_ways(kv: KVStore) -> None:
@@ -195,12 +186,12 @@ def test_residuals_are_copies_both_ways(kv: KVStore) -> None:
     residuals, kept = kv.compression_residuals(), kv.compression_residuals()
     for value in residuals.values():
         value.fill_(1e6)
-    assert same(kv.compression_residuals(), kept)
+    check_same(kv.compression_residuals(), kept)
     given = {name: value.clone() for name, value in kept.items()}
     kv.load_compression_residuals(given)
     for value in given.values():
         value.fill_(1e6)
-    assert same(kv.compression_residuals(), kept)
+    check_same(kv.compression_residuals(), kept)
     kv.load_compression_residuals({})
     assert kv.compression_residuals() == {}
 
@@ -222,4 +213,4 @@ def test_bad_residuals_are_named_and_nothing_changes(kv: KVStore, case: str) -> 
     before = kv.compression_residuals()
     with pytest.raises(ValueError, match=words):
         kv.load_compression_residuals({'"fc.weight"/0': torch.ones(SHAPES[W]), name: value})
-    assert same(kv.compression_residuals(), before)
+    check_same(kv.compression_residuals(), before)

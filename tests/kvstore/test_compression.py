@@ -131,10 +131,6 @@ def test_half_saturates(codec: Float16 | BFloat16, values: torch.Tensor) -> None
 # -- top-k ------------------------------------------------------------------------------------------------------------
 
 
-def parts(payload: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[list[int], list[float]]:
-    return payload[: 4 * count].view(torch.int32).tolist(), payload[4 * count :].clone().view(dtype).tolist()
-
-
 @pytest.mark.parametrize("ratio", [0.01, 0.001, 0.9])
 def test_top_k_finds_the_same_from_a_sample(ratio: float) -> None:
     numel = 2**17 + 3  # every second value is sampled
@@ -150,8 +146,8 @@ def test_an_unrepresentative_sample_changes_nothing() -> None:
     values = torch.zeros(2**17)
     values[::2] = 5.0  # all that the sample sees
     values[1] = 9.0
-    indices, _ = parts(TopK(0.001).encode(values), 132, values.dtype)
-    assert indices == [0, 1, *range(2, 2 * 131, 2)]
+    indices = TopK(0.001).encode(values)[: 4 * 132].view(torch.int32)
+    assert indices.tolist() == [0, 1, *range(2, 2 * 131, 2)]
 
 
 def test_the_ratio_is_the_decimal_number_as_written() -> None:
@@ -223,20 +219,6 @@ def test_gradients_of_any_strides_and_scalars_have_residuals(codec: Codec) -> No
     assert not payload.requires_grad
     scalar = compress(codec, torch.tensor(100000.0), kept := torch.zeros(()), "a key")
     assert decoded(codec, scalar, kept) + kept == 100000.0  # the residual keeps what saturation cuts off
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sent_values_and_residual_add_up_to_the_gradients(codec: Codec, dtype: torch.dtype) -> None:
-    residual = torch.zeros(10, 13, dtype=dtype)
-    sent, given = (torch.zeros(10, 13, dtype=torch.float64) for _ in range(2))
-    steps = 30
-    for step in range(steps):
-        gradient = normal(10, 13, dtype=dtype, seed=step)
-        sent += decoded(codec, compress(codec, gradient, residual, "a key"), gradient).double()
-        given += gradient.double()
-    error = (sent + residual.double() - given).abs().max()
-    assert error <= steps * 2 * torch.finfo(dtype).eps * 3  # two roundings per step, of numbers up to about 3
 
 
 @pytest.mark.parametrize("codec", CODECS)

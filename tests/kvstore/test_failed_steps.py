@@ -17,6 +17,7 @@ from gangline import Communicator, DistributedOptimizer, spawn
 from gangline.kvstore import KVStore, Trainer, create
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 from gangline.kvstore.reducer import reducer
+from tests.collectives.situations import error_of
 from tests.kvstore.keyed import Told, work
 from tests.kvstore.parameter_server.processes import run_job
 
@@ -101,11 +102,7 @@ def _play(store: KVStore, play: Callable[..., Any], one: Any) -> Any:
 
 def said(call: Callable[[], Any]) -> str:
     """Return the class and the text of the error that a call raises; "" if it raises none."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  that is what this test is about
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return ": ".join(error_of(call) or ())
 
 
 def failed(errors: list[str]) -> list[int]:

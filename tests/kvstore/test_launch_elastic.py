@@ -78,27 +78,19 @@ def resize(run: Launch, workers: int, process: int | None = None) -> tuple[int, 
 
 
 @pytest.mark.slow
-def test_resize_adds_and_removes_workers() -> None:
-    with job({3: [0, 1, 2], 8: [0]}, "--elastic", "1:4") as run:
+@pytest.mark.parametrize("kill", [None, 1, 2, 4, 6])
+def test_resize_adds_and_removes_workers_even_if_the_scheduler_is_killed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, kill: int | None
+) -> None:
+    """Kill it at a message about a view, if at all."""
+    script_processes(monkeypatch, f"scheduler kill at view {kill}" if kill else "")
+    restarts = ("--restart-processes", "1") if kill else ()
+    with job({3: [0, 1, 2], 8: [0]}, "--elastic", "1:4", *restarts) as run:
         run.hear("at 3")
         assert resize(run, 3) == (0, "2 to 3 workers: worker 2 starts")
         run.hear("at 8")
         code, text = resize(run, 1)
         assert (code, text) == (0, "3 to 1 workers: worker 1 is asked to leave, worker 2 is asked to leave")
-        check(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 4, 6])
-def test_a_scheduler_killed_while_a_view_is_agreed_on_changes_no_sum(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    script_processes(monkeypatch, f"scheduler kill at view {number}")
-    with job({3: [0, 1, 2], 8: [0]}, "--elastic", "1:4", "--restart-processes", "1") as run:
-        run.hear("at 3")
-        assert resize(run, 3)[0] == 0
-        run.hear("at 8")
-        assert resize(run, 1)[0] == 0
         check(run)
 
 
@@ -187,7 +179,6 @@ def test_without_an_elastic_job_there_is_nothing_to_resize() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "",
         "server 0 kill at update 14",
         "server 0 kill at push-taken 9; server 1 kill at close 17",
         "server 1 kill at values 13; server 1.1 kill at update 3",
@@ -204,8 +195,7 @@ def test_without_an_elastic_job_there_is_nothing_to_resize() -> None:
 )
 def test_weights_are_those_of_one_process_though_workers_change(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script_processes(monkeypatch, script)
-    words = ("--restart-processes", "3") if script else ()
-    with job({4: [0, 1, 2], 9: [0, 1]}, "--elastic", "1:3", *words) as run:
+    with job({4: [0, 1, 2], 9: [0, 1]}, "--elastic", "1:3", "--restart-processes", "3") as run:
         run.hear("at 4")
         assert resize(run, 3)[0] == 0
         run.hear("at 9")

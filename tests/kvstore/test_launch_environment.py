@@ -159,19 +159,6 @@ def test_all_processes_of_a_job_have_its_key_and_it_shows_nowhere(tmp_path: Path
     assert not any(key.hex()[begin : begin + 8] in text for begin in range(56))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-def test_each_job_has_a_key_of_its_own() -> None:
-    code = "from gangline.collectives.environments.job_key import job_key; print(job_key().job_id())"
-    lines = set()
-    for _ in range(2):
-        with launch("-n", "1", "-s", "0", "--", sys.executable, "-c", code) as job:
-            exit_code, out, _ = job.end()
-        assert exit_code == 0
-        lines.update(out)
-    assert len(lines) == 2
-
-
 def test_a_dry_run_shows_no_key() -> None:
     done = CliRunner().invoke(app, ["launch", "-n", "1", "--dry-run", "--", "true"])
     assert done.exit_code == 0

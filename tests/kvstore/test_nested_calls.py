@@ -194,20 +194,6 @@ def test_a_bare_pull_into_another_device_does_not_move_the_key(kv: KVStore, opti
         assert pulled(kv, "a") == [4.5, 4.5]  # by the momentum that the first push left
 
 
-def test_a_key_initialised_in_inference_mode_can_be_updated(kv: KVStore) -> None:
-    with torch.inference_mode():
-        kv.init(["a", "b"], [torch.ones(2), torch.ones(2)])
-        kv.broadcast("c", torch.ones(2), torch.zeros(2))
-    kv.push("a", torch.full((2,), 3.0))
-    assert pulled(kv, "a") == [3.0, 3.0]
-    kv.set_updater(lambda key, summed, stored: stored.add_(summed))
-    kv.push("b", torch.full((2,), 3.0))
-    assert pulled(kv, "b") == [4.0, 4.0]
-    kv.set_optimizer(("sgd", {"lr": 1.0, "momentum": 0.9}))
-    kv.push("c", torch.full((2,), 3.0))
-    assert pulled(kv, "c") == [-2.0, -2.0]
-
-
 @pytest.mark.parametrize(("optimizer", "state"), [("sgd", "momentum_buffer"), ("adam", "exp_avg")])
 def test_state_of_float64_loaded_for_a_float32_key_is_float32(kv: KVStore, optimizer: str, state: str) -> None:
     spec = (optimizer, {"lr": 0.1, "momentum": 0.9} if optimizer == "sgd" else {"lr": 0.1})

@@ -343,16 +343,6 @@ def test_a_worker_that_runs_no_network_is_an_error() -> None:
         spawn(skips, 2, threads=1, timeout=30)
 
 
-def test_the_same_script_runs_with_one_worker() -> None:
-    network = mlp()
-    optimizer = DistributedOptimizer(optimizer_of(network), "local", shard="weights", network=network)
-    state = optimizer.model_state_dict()
-    optimizer.load_model_state_dict(state)
-    nn.functional.cross_entropy(network(batch(mlp, 0)[0]), batch(mlp, 0)[1]).backward()
-    assert optimizer.clip_grad_norm_(1.0) > 0
-    optimizer.step()
-
-
 def test_the_module_of_the_weights_is_needed() -> None:
     with pytest.raises(TypeError, match=r"network is None; expected the torch.nn.Module whose weights to divide"):
         DistributedOptimizer(optimizer_of(mlp()), "local", shard="weights")

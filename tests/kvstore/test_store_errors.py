@@ -67,15 +67,12 @@ STATE = OptimizerState("sgd", 0.1, 0.1, {}, {}, {})
 
 Case = tuple[str, Callable[[KVStore], Any], type[Exception], str]
 
-# What is the matter, the call, the class of the error, what its message says. `BAD_LAST` has more, of all calls.
+# What is the matter, the call, the class of the error, what its message says. `BAD_LAST` and `store_walk` have more.
 CASES: list[Case] = [
-    # -- keys nobody initialised
-    ("push, unknown", lambda kv: kv.push("nope", G), KeyError, "'nope'.*known keys.*'w', 'b', 7"),
     # -- keys of a wrong type
     ("init, bool key", lambda kv: kv.init(True, G), TypeError, "key is True, a bool; expected a str or an int"),
     ("push, list in a list", lambda kv: kv.push([["w"]], [G]), TypeError, r"key is \['w'\], a list"),
     # -- shapes
-    ("push, shape", lambda kv: kv.push("w", ranked(0, (3, 2))), ValueError, r"'w'.*\(2, 3\).*\(3, 2\)"),
     ("push, one device", lambda kv: kv.push("w", [G, ranked(0, (1, 3))]), ValueError, r"'w'.*\(2, 3\).*\(1, 3\)"),
     ("broadcast, shape", lambda kv: kv.broadcast("v", G, torch.empty(3)), ValueError, r"'v'.*\(2, 3\).*\(3,\)"),
     # -- dtypes
@@ -87,10 +84,7 @@ CASES: list[Case] = [
     ("pushpull, read-only", lambda kv: kv.pushpull("w", [G.clone(), read_only(1)]), ValueError, "'w'.*read-only"),
     ("pushpull out, read-only", lambda kv: kv.pushpull("w", G, read_only(1)), ValueError, "'w'.*read-only"),
     ("broadcast, read-only", lambda kv: kv.broadcast("v", G, read_only(1)), ValueError, "'v'.*read-only"),
-    ("pull, backwards array", lambda kv: kv.pull("w", ranked(0).numpy()[::-1]), ValueError, "'w'"),
-    ("pull, foreign byte order", lambda kv: kv.pull("w", np.zeros((2, 3), ">f4")), ValueError, "'w'"),
     ("push, array of objects", lambda kv: kv.push("w", np.full((2, 3), None)), TypeError, "'w'"),
-    ("pull, one element many times", lambda kv: kv.pull("w", torch.zeros(1).expand(2, 3)), ValueError, "'w'"),
     ("push, rows of a shape", lambda kv: kv.push("w", rows(3)), ValueError, r"'w' has shape \(2, 3\).*shape \(3, 3\)"),
     ("pushpull, rows", lambda kv: kv.pushpull("w", rows(2)), ValueError, "'w' cannot .*; use row_sparse_pull"),
     ("pushpull, coo", lambda kv: kv.pushpull("w", rows(2).to_coo()), ValueError, "'w'.*sparse_coo; expected a dense"),
@@ -116,10 +110,7 @@ CASES: list[Case] = [
     # -- what is no updater, no rate, or comes without an optimizer
     ("set_updater, number", lambda kv: kv.set_updater(3), TypeError, "updater is 3; expected a function"),
     ("push_weighted, bool", lambda kv: kv.push_weighted("w", G, True), TypeError, "weight is True"),
-    ("push_weighted, integers", lambda kv: kv.push_weighted(7, N, 1), ValueError, "which has no weighted mean"),
-    ("save, no optimizer", lambda kv: kv.save_optimizer_states("/nowhere/states"), RuntimeError, "set_optimizer"),
     ("load, no optimizer", lambda kv: kv.load_optimizer_state(STATE), RuntimeError, "needs an optimizer; call"),
-    ("set_learning_rate, no optimizer", lambda kv: kv.set_learning_rate(0.1), RuntimeError, "set_optimizer"),
     ("set_learning_rate, str", lambda kv: kv.set_learning_rate("0.1"), TypeError, "learning rate is '0.1'"),
     ("set_learning_rate, negative", lambda kv: kv.set_learning_rate(-0.1), ValueError, "learning rate is -0.1"),
 ]

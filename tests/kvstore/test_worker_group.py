@@ -88,26 +88,6 @@ def test_a_call_that_one_rank_refuses_fails_on_all_ranks_with_the_reason(told: T
         assert found[6][0] == "returned"
 
 
-def _refused_push(kv: KVStore) -> list[Any]:
-    kv.init("w", torch.zeros(2))
-    found = [said(lambda: kv.push("w", torch.ones(3 if kv.rank == 1 else 2)))]
-    out = torch.empty(2)
-    found.append(said(lambda: kv.pull("w", out)))
-    kv.push("w", torch.ones(2))
-    kv.pull("w", out)
-    return [*found, out.tolist()]
-
-
-def test_a_push_that_one_rank_refuses_fails_its_round_on_all_ranks(told: Told) -> None:
-    fails_at_once = told["name"] == ["allreduce"] * 3
-    for rank, (pushed, pulled, value) in enumerate(told[_refused_push.__name__]):
-        words = "key 'w' has shape (2,), but got a tensor of shape (3,)"
-        failed = pushed if fails_at_once or rank == 1 else pulled
-        assert failed[0] == ("MismatchError" if fails_at_once or rank != 1 else "ValueError")
-        assert words in failed[1]
-        assert value == [3.0, 3.0]
-
-
 def _late_error() -> list[tuple[str, str]]:
     found = []
     with kvstore.create("dist_sync") as kv:
@@ -181,7 +161,7 @@ def test_an_error_of_one_rank_keeps_its_type_on_the_others(told: Told) -> None:
     assert told[_failing_rank.__name__] == [("FileNotFoundError", "no such file: weights")] * 3
 
 
-PLAYS = [_different_calls, _refused, _refused_push, _gathered, _failing_rank]
+PLAYS = [_different_calls, _refused, _gathered, _failing_rank]
 Told = dict[str, list[Any]]
 """Results of the three workers of a store, by the name of the play."""
 

@@ -16,9 +16,10 @@ from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
 from tests import scripted_faults
+from tests.collectives.processes import Bare
 from tests.hosts import enter
 from tests.kvstore.parameter_server.digits import digits_of
-from tests.kvstore.parameter_server.processes import RoleProcess, join_job
+from tests.kvstore.parameter_server.processes import join_job
 
 ROLES = ("scheduler", "server 0", "worker 0", "worker 1")
 STEPS = 6
@@ -39,7 +40,7 @@ class Told(NamedTuple):
 
 
 def play(
-    place: RoleProcess,
+    place: Bare,
     hosts: Sequence[str],
     addresses: Sequence[str],
     variables: Mapping[str, str],

@@ -27,8 +27,8 @@ from gangline.collectives.processes import process_pool
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from tests.bench.faults.cases import PHASES, Case, cases
 from tests.bench.faults.job import ROLES, STEPS, Told, play
+from tests.collectives.processes import Bare
 from tests.hosts import Hosts, obstacle
-from tests.kvstore.parameter_server.processes import RoleProcess
 
 _DIGITS = "1" * 12
 _CUT_SECONDS = 5.0
@@ -109,7 +109,7 @@ class _Run:
             disk = stack.enter_context(_full_disk()) if self._case.what == "disk full" else ""
             self._hosts = stack.enter_context(Hosts(3)) if self._is_link else None
             with _starting:
-                ranks = stack.enter_context(Ranks(play, 4, self._arguments(folder, disk), opener=RoleProcess))
+                ranks = stack.enter_context(Ranks(play, 4, self._arguments(folder, disk), opener=Bare))
             self._pids = dict(zip(ROLES, ranks.pids, strict=True))
             pool = stack.enter_context(ThreadPoolExecutor(1))
             ending = pool.submit(ranks.outcomes)

@@ -10,20 +10,23 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gangline.collectives.processes.spawning import Outcome
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
-from tests.collectives.stage import LIMIT, WAITS, Actor, Audience
-from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
+from tests.collectives.processes import Bare
+from tests.collectives.stage import WAITS, Actor, Audience
+from tests.kvstore.parameter_server.processes import DistJob
 
 _SERVER, _SCHEDULER = 100, 200
 """Offsets of server and scheduler numbers among the processes of a stage."""
 
 
 class DistStage(Audience):
-    """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started."""
+    """Job whose workers run ``play(path, *arguments)`` and connect to the stage once the job has started.
 
-    opener: type[RoleProcess] = RoleProcess
+    Its outcomes are those of scheduler, servers and workers in this order.
+    """
+
+    opener: type[Bare] = Bare
 
     def __init__(self, play: Callable[..., Any], workers: int, servers: int, *arguments: Any, **more: str) -> None:
         super().__init__()
@@ -47,15 +50,6 @@ class DistStage(Audience):
 
     def kill_scheduler(self) -> None:
         self.kill(_SCHEDULER)
-
-    def outcomes(self) -> list[Outcome]:
-        """Wait for all processes; return the outcomes of scheduler, servers and workers in this order."""
-        return self._ending.result(LIMIT)
-
-    def _last_words(self) -> str:
-        for number in self._processes:
-            self.signal(number, signal.SIGKILL)
-        return "; ".join(str(outcome.error) for outcome in self.outcomes())
 
 
 class Waits:

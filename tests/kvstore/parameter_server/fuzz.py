@@ -50,7 +50,8 @@ from gangline.kvstore.parameter_server.server.server import open_server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport import client_channel, unix_stream
 from gangline.kvstore.parameter_server.transport.unix_stream import UnixStream
-from tests.kvstore.parameter_server.processes import RoleProcess, join_job
+from tests.collectives.processes import Bare
+from tests.kvstore.parameter_server.processes import join_job
 
 _NUMEL = {"small": 4_000, "large": 30_000}
 """Elements of the keys: one is sent in messages, the other in shared memory."""
@@ -388,7 +389,7 @@ def replaced_hello(hello: Hello) -> Hello:
     return Hello(hello.rank, hello.view, hello.mode, hello.staleness, hello.memory, 1 << 61)
 
 
-def _play(place: RoleProcess, name: str, messages: int, seed: int, folder: str) -> Any:
+def _play(place: Bare, name: str, messages: int, seed: int, folder: str) -> Any:
     """Run a role: scheduler, server, honest worker, attacker."""
     logging.getLogger("gangline").setLevel(logging.CRITICAL)  # each rejected message is a line
     own = join_job(place, 2, 1)
@@ -431,7 +432,7 @@ def check(name: str, messages: int, seed: int) -> str:
     began = time.monotonic()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gangline-fuzz-"))
-        ranks = stack.enter_context(Ranks(_play, 4, (name, messages, seed, folder), opener=RoleProcess))
+        ranks = stack.enter_context(Ranks(_play, 4, (name, messages, seed, folder), opener=Bare))
         scheduler, server, honest, sent = ranks.results()
     lines = [
         f"{name}, seed {seed}: {messages:,} messages in {time.monotonic() - began:.0f} s; {honest.rounds:,} honest "

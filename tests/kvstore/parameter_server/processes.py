@@ -9,26 +9,14 @@ from typing import Any
 import torch
 
 from gangline.collectives.processes.spawning import Outcome, Ranks
-from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
 from tests import scripted_faults  # noqa: F401  wraps the points of faults in these processes
+from tests.collectives.processes import Bare
 
 
-class RoleProcess:
-    """Rank, size and exchange of a process of the job."""
-
-    def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **_: object) -> None:
-        self.rank = rank
-        self.size = size
-        self.exchange = exchange
-
-    def close(self) -> None:
-        pass
-
-
-def join_job(place: RoleProcess, workers: int, servers: int) -> scheduler.Scheduler | None:
+def join_job(place: Bare, workers: int, servers: int) -> scheduler.Scheduler | None:
     """Set the variables of a job whose scheduler is rank 0; return the scheduler there."""
     torch.set_num_threads(1)
     host = os.environ.get("GANGLINE_TEST_SCHEDULER", "127.0.0.1")
@@ -40,7 +28,7 @@ def join_job(place: RoleProcess, workers: int, servers: int) -> scheduler.Schedu
     return own
 
 
-def _play(place: RoleProcess, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _play(place: Bare, workers: int, servers: int, play: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run the role of a rank: 0 is the scheduler, then servers, then workers, which call ``play(*args)``.
 
     Further ranks have the numbers of further workers, and ``play`` gives them the rank of a worker that has died.
@@ -65,7 +53,7 @@ class DistJob:
         workers: int,
         servers: int,
         *args: Any,
-        opener: type[RoleProcess] = RoleProcess,
+        opener: type[Bare] = Bare,
         successors: int = 0,
     ) -> None:
         self._first = 1 + servers

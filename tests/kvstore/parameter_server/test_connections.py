@@ -23,11 +23,11 @@ from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Source
+from tests.collectives.processes import Bare
 from tests.collectives.stage import Actor
 from tests.hosts import Hosts, enter, obstacle
 from tests.kvstore.parameter_server.faults import DistStage
 from tests.kvstore.parameter_server.in_process import LIMIT, Job
-from tests.kvstore.parameter_server.processes import RoleProcess
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -178,7 +178,7 @@ def play_over_a_cut_link(path: str) -> None:
     kv.close()
 
 
-class HostProcess(RoleProcess):
+class HostProcess(Bare):
     """Process of a job with one server, which runs on a host of its own."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gangline import Module
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.digits import digits_of
 from tests.kvstore.parameter_server.processes import DistJob, run_job
@@ -284,12 +283,6 @@ def refused_calls(kv: DistStore) -> None:
         assert (text.startswith(words), bool(text)) == (True, bool(words)), text
 
 
-def step(kv: DistStore) -> None:
-    module = Module(torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss())
-    module.init_optimizer(kv)
-    module.forward_backward_update(torch.zeros(8, 2), torch.zeros(8, dtype=torch.int64))
-
-
 def outcome(body: Callable[[DistStore], object]) -> str:
     """Return the error of what a worker does with its store."""
     with DistStore("dist_sync") as kv:
@@ -298,14 +291,6 @@ def outcome(body: Callable[[DistStore], object]) -> str:
         except RuntimeError as error:
             return str(error)
     return ""
-
-
-@pytest.mark.slow
-def test_training_by_a_module_without_fit_is_refused_on_all() -> None:
-    with patch.dict(os.environ, {**LIMITS, "GANGLINE_ELASTIC": "2:3"}):
-        told = run_job(outcome, 2, 1, step)
-    words = "training by a Module without fit is not possible in an elastic job; use gangline launch"
-    assert [text.startswith(words) for text in told] == [True, True], told
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -129,15 +130,8 @@ def test_a_server_without_free_descriptors_accepts_connections_later(monkeypatch
 FULL = OSError(errno.EMFILE, "Too many open files")
 
 
-def raising(error: Exception) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    return fail
-
-
 def test_a_worker_that_cannot_open_shared_memory_uses_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "open_offered", raising(FULL))
+    monkeypatch.setattr(server_client, "open_offered", Mock(side_effect=FULL))
     with Job(1) as job, job.stores(timeout=LIMIT)[0] as kv:
         kv.init("a", torch.zeros(20_000))
         assert kv._servers.shares_memory == [False]
@@ -156,7 +150,7 @@ def test_an_error_while_messages_are_received_fails_pending_and_later_calls(
         kv.push("a", torch.ones(20_000))
         pending = kv.pull("a", torch.empty(20_000), async_op=True)  # the other worker does not push
         for connection in kv._servers._connections:
-            monkeypatch.setattr(connection.channel, "receive", raising(error))
+            monkeypatch.setattr(connection.channel, "receive", Mock(side_effect=error))
         for call in (
             lambda: pending.wait(LIMIT),
             lambda: kv.pull("a", torch.empty(20_000)),
@@ -185,7 +179,7 @@ def test_an_error_of_the_schedulers_client_fails_waiting_and_later_calls(monkeyp
     with Job(2) as job:
         zero, _ = job.members()
         waiting = job.later(lambda: zero.exchange(b"", "barrier"))
-        monkeypatch.setattr(zero, "_receive", raising(FULL))
+        monkeypatch.setattr(zero, "_receive", Mock(side_effect=FULL))
         for call in (lambda: waiting.result(LIMIT), lambda: zero.exchange(b"", "barrier"), lambda: zero.join(b"")):
             with pytest.raises(DeadNodeError, match=r"the scheduler cannot be reached any more: OSError:.* Too many"):
                 call()

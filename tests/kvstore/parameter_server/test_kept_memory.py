@@ -15,6 +15,7 @@ from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory, Record
 from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, pack_group
 from gangline.kvstore.parameter_server.server.shards import Shard
+from tests.kvstore.keyed import check_same
 
 pytestmark = pytest.mark.timeout(60)
 NUMEL = 1000
@@ -57,11 +58,6 @@ class Start:
     def state(self) -> dict[str, Tensor]:
         state = {name: tensor.clone() for name, tensor in self.optimizers.state_of(self.shard).items()}
         return {**state, "value": self.shard.flat.clone()}
-
-
-def check_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
 
 
 @torch.no_grad()

@@ -20,15 +20,16 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.transport.client_channel import SocketChannel
 from gangline.kvstore.parameter_server.transport.poller import Poller
+from tests.collectives.processes import Bare
 from tests.collectives.test_keyed_ranks import use_key, write_keys
 from tests.hosts import Hosts, enter, obstacle
-from tests.kvstore.parameter_server.processes import DistJob, RoleProcess
+from tests.kvstore.parameter_server.processes import DistJob
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 KINDS = ("right", "other", "none", "plain text")
 
 
-class KeyedProcess(RoleProcess):
+class KeyedProcess(Bare):
     """Process of a job with one server: scheduler and server run on the first host, workers on the others."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:

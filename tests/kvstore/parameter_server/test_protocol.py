@@ -44,6 +44,7 @@ from gangline.kvstore.parameter_server.protocol import (
 from gangline.kvstore.parameter_server.server import optimizer_shards, sessions
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.transport.shared_memory import ALIGNMENT
+from tests.kvstore.keyed import bits as bytes_of
 from tests.kvstore.parameter_server.in_process import Job, RawClient, RawWorkers, definition
 from tests.programs import product_files
 
@@ -216,10 +217,6 @@ def test_the_description_names_every_message_and_field() -> None:
 
 FLOATS = 100
 FIRST = torch.arange(FLOATS).float()
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def floats(frame: bytes) -> torch.Tensor:

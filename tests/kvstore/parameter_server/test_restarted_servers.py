@@ -25,8 +25,9 @@ from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.launcher.job import free_ports
+from tests.collectives.processes import Bare
 from tests.kvstore.parameter_server import digits
-from tests.kvstore.parameter_server.processes import RoleProcess, join_job
+from tests.kvstore.parameter_server.processes import join_job
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -39,7 +40,7 @@ LIMITS = {**digits.LIMITS, "GANGLINE_HEARTBEAT_LIMIT": "10", "GANGLINE_RESTART_L
 
 
 def play(
-    place: RoleProcess,
+    place: Bare,
     roles: Sequence[str],
     starts: int,
     memory: str,
@@ -109,7 +110,7 @@ def run(
     path = "" if memory is None else f"/proc/{os.getpid()}/fd/{memory}"
     over = str(tmp_path / f"over-{time.monotonic_ns()}")
     with patch.dict(os.environ, environment):
-        ranks = Ranks(play, starts + len(roles), (roles, starts, path, over, body, arguments), opener=RoleProcess)
+        ranks = Ranks(play, starts + len(roles), (roles, starts, path, over, body, arguments), opener=Bare)
         try:
             ended: list[Outcome] = ranks.outcomes()
         finally:

@@ -130,19 +130,6 @@ def sums_are_made_in_rank_order_and_rounded_once(kv: KVStore) -> None:
         same(out, expected.to(dtype))
 
 
-def shared_memory_is_used_again(kv: KVStore) -> None:
-    """Shared memory of a push is freed when the servers have summed it."""
-    assert isinstance(kv, DistStore)
-    kv.init("again", torch.zeros(CUT))
-    for number in range(3):
-        kv.push("again", ramp(CUT, kv.rank + number))
-    out = torch.empty(CUT)
-    kv.pull("again", out)
-    pool = kv._pool
-    if pool is not None:
-        kv._servers.wait(lambda: pool.in_use == 0)
-
-
 # Optimizers
 
 
@@ -264,7 +251,6 @@ SYNC = [
     *ALL[:-1],
     keys_mean_the_same_in_any_order,
     a_worker_ahead_waits_for_its_round,
-    shared_memory_is_used_again,
     later_pushes_of_a_key_may_be_more_urgent,
     rounds_go_on_without_joined_workers,
     ALL[-1],  # its optimizer stays

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.collectives.transports.shm.segments import open_offered
 from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.parameter_server import sharding
 from gangline.kvstore.parameter_server.protocol import DENSE, Pull
@@ -258,15 +259,11 @@ def test_a_large_key_uses_all_threads_of_all_servers_alike(
 # Requests of pulls
 
 
-def no_memory(server: int) -> Segment:
-    raise AssertionError(f"memory of server {server} was read")
-
-
 def test_shards_share_messages_of_at_most_8_mib_and_larger_ones_are_requested_alone() -> None:
     sizes = {"large": 3_000_000, "a": 1_000_000, "b": 1_000_000, "c": 1_000_000, "d": 10}
     layouts = [KeyLayout(key, "float32", (numel,)) for key, numel in sizes.items()]
     placed = Sharding(1).place(layouts, whole=True)
-    out = torch.empty(0)
+    out, no_memory = torch.empty(0), Mock(side_effect=AssertionError("memory was read"))
     targets = PullTargets([(key, [out]) for key in sizes], placed, no_memory, None)
     messages = [request.message for request in targets.requests(dict.fromkeys(sizes, 7), "pull", 0)]
     numbers = {key: placed[key][0].number for key in sizes}

@@ -15,8 +15,8 @@ import pytest
 from gangline.collectives.processes.spawning import Ranks
 from gangline.kvstore.parameter_server import torchrun
 from gangline.kvstore.parameter_server.torchrun import ChildServers
+from tests.collectives.processes import Bare
 from tests.kvstore.parameter_server.in_process import LIMIT
-from tests.kvstore.parameter_server.processes import RoleProcess
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,7 +58,7 @@ def test_children_outlive_the_thread_that_asked_for_them(children: ChildServers)
         child.wait(0.5)
 
 
-def start_and_wait(place: RoleProcess, pipe: str) -> None:
+def start_and_wait(place: Bare, pipe: str) -> None:
     """Start a scheduler, write its process id to a pipe and wait to be killed."""
     children = ChildServers()
     children.start_scheduler(1, 1, "127.0.0.1")
@@ -69,7 +69,7 @@ def start_and_wait(place: RoleProcess, pipe: str) -> None:
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    ranks = Ranks(start_and_wait, 1, (str(pipe),), opener=RoleProcess)
+    ranks = Ranks(start_and_wait, 1, (str(pipe),), opener=Bare)
     try:
         child = os.pidfd_open(int(pipe.read_text()))
         os.kill(ranks.pids[0], signal.SIGKILL)

@@ -17,6 +17,7 @@ from gangline.collectives.processes.spawning import Ranks
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.kvstore import KVStore
 from gangline.kvstore.parameter_server.server import sessions
+from tests.collectives.processes import Bare
 from tests.kvstore.parameter_server import processes
 from tests.kvstore.parameter_server.cases import run
 from tests.kvstore.parameter_server.processes import run_job
@@ -43,7 +44,7 @@ def test_a_worker_at_the_end_of_its_epoch_does_not_count_as_the_slowest() -> Non
     assert run_job(epochs_of_different_length, 2, 1) == [[[[b"\0", b"\1"]] * 2, [32.0] * 8]] * 2
 
 
-class _SmallBacklog(processes.RoleProcess):
+class _SmallBacklog(Bare):
     """Process that withholds acknowledgements beyond two rounds if it becomes a server."""
 
     def __init__(self, rank: int, size: int, exchange: BootstrapAllGather, **more: object) -> None:
@@ -73,19 +74,11 @@ def test_a_barrier_does_not_wait_for_withheld_acknowledgements() -> None:
         assert ranks.results()[2:] == [[88.0]] * 2
 
 
-def pull_at_once(kv: KVStore) -> None:
-    kv.pull("a", torch.empty(NUMEL))
-
-
-def pull_and_wait(kv: KVStore) -> None:
-    kv.pull("a", torch.empty(NUMEL), async_op=True).wait()
-
-
-def set_optimizer(kv: KVStore) -> None:
-    kv.set_optimizer("sgd")
-
-
-CALLS: list[Callable[[KVStore], None]] = [pull_at_once, pull_and_wait, set_optimizer]
+CALLS: list[tuple[str, Callable[[KVStore], object]]] = [
+    ("pull of key 'a'", lambda kv: kv.pull("a", torch.empty(NUMEL))),
+    ("pull of key 'a'", lambda kv: kv.pull("a", torch.empty(NUMEL), async_op=True).wait()),
+    ("set_optimizer", lambda kv: kv.set_optimizer("sgd")),
+]
 
 
 def barrier_against(kv: KVStore) -> list[str]:
@@ -93,7 +86,7 @@ def barrier_against(kv: KVStore) -> list[str]:
     texts = []
     kv.init("a", torch.zeros(NUMEL))
     out = torch.empty(NUMEL)
-    for call in CALLS:
+    for _, call in CALLS:
         kv.pushpull("a", torch.ones(NUMEL), out=out)
         if kv.rank == 1:
             kv.push("a", torch.ones(NUMEL))
@@ -130,8 +123,7 @@ def pull_across_a_barrier(kv: KVStore) -> list[float]:
 
 def test_a_barrier_is_an_error_of_both_only_against_a_call_that_cannot_go_on_without_a_push() -> None:
     (first, pulled), (second, other) = run("dist_sync", 2, 1, [barrier_against, pull_across_a_barrier])
-    for call, text, other_text in zip(CALLS, first, second, strict=True):
-        name = "set_optimizer" if call is set_optimizer else "pull of key 'a'"
+    for (name, _), text, other_text in zip(CALLS, first, second, strict=True):
         words = f"{name} waits for a push of key 'a' by rank 0, which is in barrier"
         assert text.startswith(f"rank 1 of 2: {words}")
         assert other_text.startswith(f"rank 1: {words}")
