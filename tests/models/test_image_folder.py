@@ -23,9 +23,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from gangline import Module, cpu, spawn
-from gangline.collectives.communicator import Communicator
-from gangline.kvstore import create
+from gangline import Module, cpu
 from gangline.models.data.datasets import image_folder, raw_digits, split_each_label
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
@@ -209,38 +207,6 @@ def test_a_batch_without_any_readable_image_is_a_step_without_an_update(folder: 
     assert [param.nbatch for param in updates] == [0, 2]
     assert len(module.predict(dataset, batch_size=8)) == 15
     module.close()
-
-
-def trained_with_empty_parts(folder: Path, kvstore: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    """Return weights, predictions, and the number of files this process has skipped."""
-    dataset = ImageFolder(folder, SHAPE, torch.float64, skip_unreadable=13)
-    torch.manual_seed(3)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
-    rate = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
-    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(dataset, dataset, num_epoch=2, batch_size=8, shuffle=False, kvstore=kvstore, optimizer_params=rate)
-        return module.get_params(), module.predict(dataset, batch_size=8), len(dataset.skipped)
-
-
-def in_a_job(comm: Communicator, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    with create("allreduce", communicator=comm) as store:
-        return trained_with_empty_parts(folder, store)
-
-
-@pytest.mark.slow
-def test_workers_without_a_readable_image_in_a_batch_train_as_one_process_does(folder: Path) -> None:
-    of_the_second = [f"eight/{number}.png" for number in range(4, 8)]
-    of_both = [f"one/{number}.png" for number in range(8)]
-    spoil(folder, *of_the_second, *of_both, "zero/0.png")
-    params, predicted, skipped = trained_with_empty_parts(folder, None)
-    assert (len(predicted), skipped) == (11, 13)
-    results = spawn(in_a_job, 2, folder)
-    assert [skipped for _, _, skipped in results] == [5, 8]
-    for theirs, _, _ in results:
-        assert all(torch.allclose(theirs[name], params[name], rtol=0, atol=1e-12) for name in params)
-    (_, on_first, _), (_, on_second, _) = results
-    assert torch.allclose(on_first, predicted, rtol=0, atol=1e-12)
-    assert on_second is None  # predictions are gathered on rank 0
 
 
 @pytest.mark.parametrize(
