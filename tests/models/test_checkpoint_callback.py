@@ -395,25 +395,19 @@ def start_holder(prefix: Path) -> ProcessPool:
     return pool
 
 
-def trained(prefix: Path, **options: Any) -> None:
-    data = torch.ones(4, 2), torch.zeros(4, dtype=torch.long)
-    with Module(nn.Linear(2, 2), nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(data, num_epoch=1, batch_size=2, epoch_end_callback=Checkpoint(module, prefix), **options)
-
-
 def test_a_prefix_that_another_process_writes_is_refused_and_names_it(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     with start_holder(prefix) as holder:
         message = f"process {holder.pids[0]} on .* is writing checkpoints {re.escape(str(prefix))}-"
         with pytest.raises(RuntimeError, match=message):
-            trained(prefix)
+            fitted(prefix, 1)
         with Module(nn.Linear(2, 2), context=cpu()) as module, pytest.raises(RuntimeError, match=message):
             module.save_checkpoint(prefix, 1)
         assert epochs(prefix) == []
-        trained(tmp_path / "other")
+        fitted(tmp_path / "other", 1)
         holder.connections[0].send("end")
         assert holder.connections[0].recv() == "released"
-    trained(prefix)
+    fitted(prefix, 1)
     assert epochs(prefix) == [1]
     assert not list(tmp_path.glob("*.lock"))
 
@@ -423,7 +417,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     with start_holder(prefix) as holder:
         pid = holder.pids[0]
     assert f"process {pid} " in Path(f"{prefix}.lock").read_text()
-    trained(prefix)
+    fitted(prefix, 1)
     assert epochs(prefix) == [1]
 
 
