@@ -29,6 +29,7 @@ from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import source
 from gangline.models.workers import Workers
+from tests.programs import environment
 
 CLASSES = ("eight", "one", "zero")
 PER_CLASS = 8
@@ -352,9 +353,8 @@ if __name__ == "__main__":
 def test_processes_end_with_a_trainer_that_is_killed(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    root = Path(__file__).parent.parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    trainer = subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, env=environment)
+    command = [sys.executable, str(script), str(folder)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
     output, _ = trainer.communicate(timeout=90)  # it ends once the output is released
     assert (trainer.returncode, output) == (-signal.SIGKILL, b"")
 

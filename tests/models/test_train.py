@@ -31,6 +31,7 @@ from gangline.models.loop import fit
 from gangline.models.reports.page import read_progress
 from gangline.models.zoo import create
 from tests.models.test_checkpoint_callback import start_holder
+from tests.programs import environment
 
 MLP = ["train", "--network", "mlp", "--cpus", "2"]
 
@@ -489,11 +490,10 @@ TRAIN = [sys.executable, "-m", "gangline", "train", "--network", "mlp", "--cpus"
 
 def stopped(number: signal.Signals, folder: Path, *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a training that gets a signal in its second epoch."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [*TRAIN, *words],
         cwd=folder,
-        env=environment,
+        env=environment(PYTHONUNBUFFERED=1),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
