@@ -1,25 +1,31 @@
-"""Package and command: lazy names, the command line, and errors when another package hides ours."""
+"""Package and command: lazy names, the command line, errors when another package hides ours, and `gangline env`."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 import gangline
+from gangline.cli.env import show_devices
 from gangline.cli.main import app, main
+from gangline.doctor.inventory import device_table
 from tests.programs import python, run
 
 
 def test_every_public_name_exists() -> None:
     for name in gangline.__all__:
         assert getattr(gangline, name) is not None
-    with pytest.raises(AttributeError, match="'gangline' has no attribute 'modul'"):
+    with pytest.raises(AttributeError, match="'gangline' has no attribute 'modul'") as raised:
         gangline.modul  # noqa: B018
+    assert (raised.value.name, raised.value.obj) == ("modul", gangline)  # of which Python suggests the nearest
 
 
 def test_help_and_the_front_door_import_no_torch() -> None:
@@ -145,3 +151,25 @@ def test_wrong_usage_ends_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", ["gangline", *arguments])
         with pytest.raises(SystemExit, match="2"):
             main()
+
+
+# The table of devices
+
+
+def test_access_between_gpus_is_in_the_table_and_in_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs are as torch reports them."""
+    properties = SimpleNamespace(name="Recorded", major=8, minor=6)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < other)
+    monkeypatch.setenv("COLUMNS", "200")
+    show_devices(device_table())
+    lines = capsys.readouterr().out.splitlines()
+    assert ["gpu(1) P2P" in line for line in lines if "gpu(0) " in line] == [True, False]
+    assert ["gpu(0) host" in line for line in lines if "gpu(1) " in line] == [False, True]
+    _, first, second = map(asdict, device_table())
+    assert (first["context"], first["peers"]) == ("gpu(0)", {"gpu(1)": "P2P"})
+    assert second["memory_free"] == 1 << 30

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -69,6 +68,16 @@ def start(
     return Launch([*command(engine, servers, server, *words), *words_of_job], cwd=ROOT)
 
 
+def wait_for_steps(folder: Path, run: Launch) -> float:
+    """Wait until both workers have done steps; return the time at which later waits are to end."""
+    until = time.monotonic() + 120
+    while not all((folder / f"up{rank}").exists() for rank in range(2)):
+        assert run.process.poll() is None, run.end(200)
+        assert time.monotonic() < until, [path.read_text() for path in folder.glob("out.txt")]
+        time.sleep(0.05)
+    return until
+
+
 def check_nothing_is_left(folder: Path, server: sshd.Sshd | None) -> None:
     """Check that no socket file is left, and no process on the hosts of ssh."""
     assert [path for path in (folder / "tmp").rglob("*") if path.is_socket()] == []
@@ -110,20 +119,6 @@ def test_every_engine_gives_the_same_weights(engine: str, store: str, tmp_path: 
     check_nothing_is_left(tmp_path, server)
 
 
-def test_processes_started_by_hand_with_dmlc_variables_give_the_same_weights(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = f"DMLC_PS_ROOT_URI=127.0.0.1 DMLC_PS_ROOT_PORT={port} DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1"
-    role = f"{sys.executable} -m gangline.kvstore.parameter_server"
-    worker = f"DMLC_ROLE=worker {sys.executable} {SCRIPT} {tmp_path} dist_sync train"
-    lines = [f"export {shared} PYTHONPATH={ROOT}", f"{role}.scheduler &", f"{role}.server &"]
-    lines += [f"DMLC_WORKER_ID=1 {worker} &", f"DMLC_WORKER_ID=0 {worker} && wait"]
-    with Launch(["sh", "-c", "\n".join(lines)], cwd=ROOT) as run:
-        code, out, errors = run.end(200)
-    assert code == 0, (out, errors)
-    check_weights(tmp_path)
-
-
 @pytest.mark.parametrize("engine", [*LAUNCHERS, "torchrun"])
 def test_a_crash_ends_the_job_with_the_code_of_the_crash(engine: str, tmp_path: Path, server: sshd.Sshd | None) -> None:
     with start(engine, tmp_path, "allreduce", "crash", server) as run:
@@ -149,11 +144,7 @@ def test_signals_end_the_job(
     engine: str, task: str, number: signal.Signals, expected: int, tmp_path: Path, server: sshd.Sshd | None
 ) -> None:
     with start(engine, tmp_path, "allreduce", task, server, "--stop-signals", "USR1", "--grace", "30") as run:
-        until = time.monotonic() + 120
-        while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
-            assert run.process.poll() is None, run.end(200)
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for_steps(tmp_path, run)
         run.process.send_signal(number)
         code, out, errors = run.end(200)
     assert code == expected, (out, errors)
@@ -199,10 +190,7 @@ def test_a_crash_ends_the_job_of_slurm(tmp_path: Path, cluster: slurm.Slurm) -> 
 
 def test_ctrl_c_cancels_the_job_of_slurm(tmp_path: Path, cluster: slurm.Slurm) -> None:
     with submit(cluster, tmp_path, "allreduce", "idle", 0) as run:
-        until = time.monotonic() + 120
-        while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
-            time.sleep(0.1)
+        wait_for_steps(tmp_path, run)
         run.process.send_signal(signal.SIGINT)
         code, _, errors = run.end(200)
     assert (code, errors[-1].endswith("is cancelled")) == (130, True), errors
@@ -211,10 +199,7 @@ def test_ctrl_c_cancels_the_job_of_slurm(tmp_path: Path, cluster: slurm.Slurm) -
 
 def test_slurm_queues_a_preempted_job_again(tmp_path: Path, cluster: slurm.Slurm) -> None:
     with submit(cluster, tmp_path, "allreduce", "wait", 0) as run:
-        until = time.monotonic() + 120
-        while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < until, (tmp_path / "out.txt").read_text()
-            time.sleep(0.1)
+        until = wait_for_steps(tmp_path, run)
         job = cluster.run("squeue", "-h", "-o", "%i").stdout.split()[0]
         cluster.run("scancel", "--signal=USR1", job)  # to the steps, as --signal=USR1@30 does
         while "Restarts=1" not in cluster.run("scontrol", "show", "job", job).stdout:  # Slurm starts it 2 minutes later

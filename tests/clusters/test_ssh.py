@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Sshd]:
         yield running
 
 
-def launch(server: sshd.Sshd, code: str, *words: str, hosts: str = "node1,node2", servers: int = 0) -> Launch:
+def launch(
+    server: sshd.Sshd, code: str, *words: str, hosts: str = "node1,node2", python: Sequence[str] = PYTHON
+) -> Launch:
     """Launch workers that run ``code`` with their rank as ``rank``."""
     by = sshd.ssh_command(server.folder, {"node1": server, "node2": server})
     command = [sys.executable, "-m", "gangline", "launch", "--launcher", "ssh", "--ssh", by, "-H", hosts]
-    return Launch([*command, "-s", str(servers), *words, "--", *PYTHON, HEAD + code], cwd=ROOT)
+    return Launch([*command, "-s", "0", *words, "--", *python, HEAD + code], cwd=ROOT)
 
 
 def test_workers_of_all_hosts_run_with_their_ranks_and_log_files(server: sshd.Sshd, tmp_path: Path) -> None:
@@ -94,22 +96,7 @@ def test_a_host_that_cannot_be_reached_is_named(server: sshd.Sshd) -> None:
 
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="tests the interpreter of a virtual environment")
 def test_python_is_that_of_the_virtual_environment_of_gangline(server: sshd.Sshd) -> None:
-    command = sshd.ssh_command(server.folder, {"node1": server})
-    words = [
-        sys.executable,
-        "-m",
-        "gangline",
-        "launch",
-        "--launcher",
-        "ssh",
-        "--ssh",
-        command,
-        "-H",
-        "node1",
-        "-s",
-        "0",
-    ]
-    with Launch([*words, "--", "python", "-c", "import sys; print(sys.prefix)"], cwd=ROOT) as run:
+    with launch(server, "print(sys.prefix)", hosts="node1", python=["python", "-c"]) as run:
         assert run.end() == (0, [f"[worker 0] {sys.prefix}"], [])
 
 

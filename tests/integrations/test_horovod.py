@@ -226,18 +226,15 @@ def loss_of(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(data[samples]), target[samples])
 
 
-def _trains(rank: int, size: int, *, op: int = hvd.Average, passes: int = 1, compression: object = None) -> list[float]:
+def _trains(rank: int, size: int, op: int, passes: int, compression: Any) -> list[float]:
     """Train beside a loop over the samples of all ranks, and return the weights' distance."""
     expected, model = network(), network()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += rank
     alone = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
-    options = {} if compression is None else {"compression": compression}
     plain = torch.optim.SGD(model.parameters(), lr=0.1 + rank, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(
-        plain, model.named_parameters(), op=op, backward_passes_per_step=passes, **options
-    )
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression, passes, op)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     for step in range(6):
@@ -259,9 +256,10 @@ def differences(expected: nn.Module, model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_train_as_one_process(ranks: int) -> None:
-    halves = partial(_trains, compression=hvd.Compression.fp16)
-    *exact, rounded = played(ranks, _trains, partial(_trains, op=hvd.Sum), partial(_trains, passes=2), halves)
-    assert max(max(found) for of_ranks in exact for found in of_ranks) < 1e-6
+    sums = partial(_trains, op=hvd.Sum, passes=2, compression=hvd.Compression.none)
+    halves = partial(_trains, op=hvd.Average, passes=1, compression=hvd.Compression.fp16)
+    exact, rounded = played(ranks, sums, halves)
+    assert max(map(max, exact)) < 1e-6
     for found in rounded:
         assert (1e-6 if ranks > 1 else -1) < max(found) < 2e-3  # halves were sent
 

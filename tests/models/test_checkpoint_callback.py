@@ -1,16 +1,20 @@
-"""Checkpoint callback: when checkpoints are written, which are kept, and corrupt files."""
+"""Checkpoints of a run: when they are written, which are kept, corrupt files, a full disk, and locks of prefixes."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +23,15 @@ import torch
 from measure import Cut, Told, labelled, same_bits
 from torch import nn
 
-from gangline import Module, cpu
+from gangline import Communicator, Module, cpu, create, spawn
 from gangline.callback import Checkpoint, module_checkpoint
-from gangline.collectives.communicator import Communicator
-from gangline.collectives.processes.spawning import spawn
-from gangline.kvstore import create
+from gangline.collectives.errors import DiskFullError
+from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.checkpoint import epochs, remove_older
+from gangline.models.checkpoint.checkpoint import epochs, remove_older, writing
 from gangline.models.workers import Workers
+from tests.full_disk import fill, make_space, needs_mount, small_disk
 
 SAMPLES = 12
 arrays = partial(labelled, SAMPLES, 4, 3)
@@ -272,7 +276,6 @@ from gangline.kvstore.optimizer import files
 import torch
 from torch import nn
 from gangline import Module, cpu
-from gangline.kvstore import create
 path = sys.argv[1]
 fsync = os.fsync
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # when the first file is written
@@ -292,3 +295,230 @@ def test_files_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
     fitted(tmp_path / "net", 1)  # of another epoch
     files.save(tmp_path / "net", {"a": torch.ones(3)}, {})
     assert saved(tmp_path) == ["net", *names("0001")]
+
+
+# A full disk: a warning, the previous checkpoint stays, training goes on; the last one is an error
+
+
+FEATURES = 200
+WEIGHTS = 4 * (FEATURES * FEATURES + FEATURES)
+"""Bytes of the weights, and of their momentum."""
+
+
+def fitted_wide(prefix: Path, store: Any, after_epoch: Callable[[int], object]) -> Module:
+    """Train 4 epochs with a checkpoint after each, and this call before each."""
+    torch.manual_seed(0)
+    with Module(nn.Linear(FEATURES, FEATURES), nn.CrossEntropyLoss(), cpu()) as module:
+        module.fit(
+            (torch.randn(8, FEATURES), torch.randint(FEATURES, (8,))),
+            num_epoch=4,
+            batch_size=4,
+            kvstore=store,
+            optimizer_params={"learning_rate": 0.1, "momentum": 0.9},
+            epoch_end_callback=[lambda epoch, *_: after_epoch(epoch), Checkpoint(module, prefix)],
+        )
+        return module
+
+
+@needs_mount
+def test_a_full_disk_is_a_warning_and_a_later_checkpoint_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path, 2000) as disk:
+        actions = {1: fill, 3: make_space}
+        module = fitted_wide(disk / "net", "local", lambda epoch: actions.get(epoch, lambda _: None)(disk))
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == 2
+        for number, text in zip((2, 3), warnings, strict=True):
+            assert re.fullmatch(
+                rf"{disk}/net-{number:04d}\.safetensors cannot be written: its data have {WEIGHTS} bytes, and the disk "
+                r"has \d+ bytes free \(No space left on device\); training goes on, and checkpoint 1 stays",
+                text,
+            )
+        assert epochs(disk / "net") == [1, 4]
+        assert torch.equal(checkpoint.read(disk / "net", 4).params["weight"], module.get_params()["weight"])
+
+
+@needs_mount
+def test_the_last_checkpoint_that_does_not_fit_is_an_error_and_the_previous_one_stays(tmp_path: Path) -> None:
+    """Two checkpoints fit; the state of the third does not."""
+    with small_disk(tmp_path, (5 * WEIGHTS >> 10) + 200) as disk:
+        with pytest.raises(DiskFullError, match=r"net-0004\.state\.safetensors cannot be written: its data have"):
+            fitted_wide(disk / "net", "local", lambda _: None)
+        assert epochs(disk / "net") == [1, 2]
+        assert checkpoint.read(disk / "net", 2).step == 4
+        assert sorted(path.name for path in disk.iterdir()) == [
+            f"net-{number}{suffix}"
+            for number in ("0001", "0002")
+            for suffix in (".json", ".safetensors", ".state.safetensors")
+        ]
+
+
+def fitted_by_two(comm: Communicator, disk: str) -> str:
+    def fill_on_first(epoch: int) -> None:
+        if (comm.rank, epoch) == (0, 1):
+            fill(Path(disk))
+
+    with create("allreduce", communicator=comm) as store:
+        try:
+            fitted_wide(Path(disk) / "net", store, fill_on_first)
+        except DiskFullError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@needs_mount
+def test_all_workers_go_on_and_all_get_the_error_at_the_end(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 2000) as disk:
+        first, second = spawn(fitted_by_two, 2, str(disk), threads=1)
+        assert first == second
+        assert first.startswith(f"{disk}/net-0004.safetensors cannot be written")
+        assert epochs(disk / "net") == [1]
+
+
+# Locks: one process writes the files of a prefix at a time
+
+
+def _hold(connection: Connection) -> None:
+    with writing(connection.recv()):
+        connection.send("held")
+        connection.recv()
+    connection.send("released")
+
+
+def start_holder(prefix: Path) -> ProcessPool:
+    """Start a process that holds the prefix until it gets a message or is killed."""
+    pool = ProcessPool(_hold, 1)
+    pool.connections[0].send(str(prefix))
+    assert pool.connections[0].recv() == "held"
+    return pool
+
+
+def test_a_prefix_that_another_process_writes_is_refused_and_names_it(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    with start_holder(prefix) as holder:
+        message = f"process {holder.pids[0]} on .* is writing checkpoints {re.escape(str(prefix))}-"
+        with pytest.raises(RuntimeError, match=message):
+            fitted(prefix, 1)
+        with Module(nn.Linear(2, 2), context=cpu()) as module, pytest.raises(RuntimeError, match=message):
+            module.save_checkpoint(prefix, 1)
+        assert epochs(prefix) == []
+        fitted(tmp_path / "other", 1)
+        holder.connections[0].send("end")
+        assert holder.connections[0].recv() == "released"
+    fitted(prefix, 1)
+    assert epochs(prefix) == [1]
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    with start_holder(prefix) as holder:
+        pid = holder.pids[0]
+    assert f"process {pid} " in Path(f"{prefix}.lock").read_text()
+    fitted(prefix, 1)
+    assert epochs(prefix) == [1]
+
+
+def test_blocks_of_one_process_overlap(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    with writing(prefix):
+        with writing(prefix):
+            pass
+        with pytest.raises(RuntimeError, match=f"process {os.getpid()} on"):
+            spawn(_holds, 1, str(prefix))
+    assert spawn(_holds, 1, str(prefix)) == [True]
+
+
+def _holds(_: Communicator, prefix: str) -> bool:
+    with writing(prefix):
+        return True
+
+
+def test_of_many_that_begin_at_once_one_holds(tmp_path: Path) -> None:
+    prefix = tmp_path / "net"
+    for round_of_all in zip(*spawn(_try, 3, str(prefix)), strict=True):
+        assert sum(round_of_all) == 1
+    assert not Path(f"{prefix}.lock").exists()
+
+
+def _try(comm: Communicator, prefix: str) -> list[bool]:
+    held = []
+    for _ in range(8):
+        comm.barrier()
+        try:
+            with writing(prefix):
+                comm.barrier()
+                held.append(True)
+        except RuntimeError:
+            comm.barrier()
+            held.append(False)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("link", "a symbolic link in a folder that other users may write is not followed"),
+        ("pipe", "a file that is not a regular one in a folder that other users may write is not opened"),
+        pytest.param(
+            "file",
+            "a file of user 65534 in a folder that other users may write is not opened",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of another user"),
+        ),
+    ],
+)
+def test_a_file_of_another_user_in_a_folder_that_others_may_write_is_not_used(
+    kind: str, text: str, tmp_path: Path
+) -> None:
+    shared, precious = tmp_path / "shared", tmp_path / "precious"
+    shared.mkdir()
+    precious.write_text("precious")
+    placed = [shared / "net.lock", shared / f"states.{os.getpid()}.tmp"]
+    for path in placed:
+        if kind == "link":
+            path.symlink_to(precious)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.touch(0o666)
+            os.chown(path, 65534, 65534)
+    shared.chmod(0o1777)
+    with pytest.raises(OSError, match=re.escape(f"{text}; remove it: '{placed[0]}'")), writing(shared / "net"):
+        pass
+    assert precious.read_text() == "precious"
+    placed[0].unlink()
+    with writing(shared / "net"):
+        files.save(shared / "states", {"a": torch.ones(3)}, {})
+    assert sorted(path.name for path in shared.iterdir()) == sorted([placed[1].name, "states"])
+
+
+SAVE_OFTEN = """
+import sys, torch; from pathlib import Path
+from gangline.kvstore.optimizer import files
+print(flush=True)
+input()
+for _ in range(40): files.save(Path(sys.argv[1]), {"w": torch.zeros(1 << 16)}, {})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and the command unshare")
+def test_processes_of_one_id_in_two_containers_save_to_one_path(tmp_path: Path) -> None:
+    command = ["unshare", "-pf", "--mount-proc", sys.executable, "-c", SAVE_OFTEN, str(tmp_path / "states")]
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+            for _ in range(2)
+        ]
+        for one in both:
+            assert one.stdout is not None
+            one.stdout.readline()
+        for one in both:
+            assert one.stdin is not None
+            one.stdin.write("\n")
+            one.stdin.flush()
+        assert [(*one.communicate(timeout=60), one.returncode) for one in both] == [("", "", 0)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]

@@ -23,14 +23,13 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from gangline import Module, cpu, spawn
-from gangline.collectives.communicator import Communicator
-from gangline.kvstore import create
+from gangline import Module, cpu
 from gangline.models.data.datasets import image_folder, raw_digits, split_each_label
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.images.folder import ImageFolder
 from gangline.models.data.sources import source
 from gangline.models.workers import Workers
+from tests.programs import environment
 
 CLASSES = ("eight", "one", "zero")
 PER_CLASS = 8
@@ -211,38 +210,6 @@ def test_a_batch_without_any_readable_image_is_a_step_without_an_update(folder: 
     module.close()
 
 
-def trained_with_empty_parts(folder: Path, kvstore: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    """Return weights, predictions, and the number of files this process has skipped."""
-    dataset = ImageFolder(folder, SHAPE, torch.float64, skip_unreadable=13)
-    torch.manual_seed(3)
-    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).double()
-    rate = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
-    with Module(network, nn.CrossEntropyLoss(), cpu()) as module:
-        module.fit(dataset, dataset, num_epoch=2, batch_size=8, shuffle=False, kvstore=kvstore, optimizer_params=rate)
-        return module.get_params(), module.predict(dataset, batch_size=8), len(dataset.skipped)
-
-
-def in_a_job(comm: Communicator, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    with create("allreduce", communicator=comm) as store:
-        return trained_with_empty_parts(folder, store)
-
-
-@pytest.mark.slow
-def test_workers_without_a_readable_image_in_a_batch_train_as_one_process_does(folder: Path) -> None:
-    of_the_second = [f"eight/{number}.png" for number in range(4, 8)]
-    of_both = [f"one/{number}.png" for number in range(8)]
-    spoil(folder, *of_the_second, *of_both, "zero/0.png")
-    params, predicted, skipped = trained_with_empty_parts(folder, None)
-    assert (len(predicted), skipped) == (11, 13)
-    results = spawn(in_a_job, 2, folder)
-    assert [skipped for _, _, skipped in results] == [5, 8]
-    for theirs, _, _ in results:
-        assert all(torch.allclose(theirs[name], params[name], rtol=0, atol=1e-12) for name in params)
-    (_, on_first, _), (_, on_second, _) = results
-    assert torch.allclose(on_first, predicted, rtol=0, atol=1e-12)
-    assert on_second is None  # predictions are gathered on rank 0
-
-
 @pytest.mark.parametrize(
     ("bad", "limit", "message"),
     [
@@ -386,9 +353,8 @@ if __name__ == "__main__":
 def test_processes_end_with_a_trainer_that_is_killed(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    root = Path(__file__).parent.parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    trainer = subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, env=environment)
+    command = [sys.executable, str(script), str(folder)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment())
     output, _ = trainer.communicate(timeout=90)  # it ends once the output is released
     assert (trainer.returncode, output) == (-signal.SIGKILL, b"")
 

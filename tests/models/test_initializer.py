@@ -147,7 +147,7 @@ def test_names_to_skip_keep_their_values() -> None:
 
 NAMES = ("constant", "msraprelu", "normal", "one", "ones", "orthogonal", "uniform", "xavier", "zero", "zeros")
 REFUSED: list[Any] = [
-    ("xavierr", ValueError, "initializer 'xavierr' is unknown.*" + ".*".join(f"'{name}'" for name in NAMES)),
+    ("xavierr", ValueError, "'xavierr' is unknown; did you mean 'xavier'.*" + ".*".join(f"'{name}'" for name in NAMES)),
     (("uniform", {"sigma": 1.0}), ValueError, "initializer"),
     (("xavier", {"rnd_type": "normal"}), ValueError, "rnd_type is 'normal'"),
     (("msraprelu", {"factor_type": "both"}), ValueError, "factor_type is 'both'"),

@@ -306,7 +306,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"kvstore": 3}, TypeError, "kvstore is 3"),
         ({"kvstore": None}, ValueError, "kvstore is None, but gradients of 2 contexts"),
         ({"optimizer": "sdg"}, ValueError, "optimizer 'sdg' is unknown"),
-        ({"optimizer_params": {"speed": 1}}, ValueError, "no argument 'speed'"),
+        ({"optimizer_params": {"learning_rat": 1}}, ValueError, "no argument 'learning_rat'.*mean 'learning_rate'"),
         ({"optimizer_params": {"lr": -1.0}}, ValueError, "Invalid learning rate"),
         ({"optimizer": "muon"}, ValueError, "key 'bias' does not fit optimizer 'muon'"),
         ({"optimizer_params": {"lr_mult": {"wieght": 2}}}, ValueError, r"lr_mult names \['wieght'\], which are no"),
@@ -320,7 +320,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "fit": [
         ({"num_epoch": -1}, ValueError, "num_epoch is -1"),
         ({"num_epoch": 1.5}, TypeError, "num_epoch is 1.5"),
-        ({"eval_metric": "accurracy"}, ValueError, "metric 'accurracy' is unknown"),
+        ({"eval_metric": "accurracy"}, ValueError, "metric 'accurracy' is unknown; did you mean 'accuracy'"),
         ({"resume": "auto"}, ValueError, "no Checkpoint callback"),
         ({"resume": "nowhere/net"}, FileNotFoundError, "no checkpoint nowhere/net"),
         ({"begin_epoch": True}, TypeError, "begin_epoch is True"),

@@ -12,7 +12,7 @@ from language_model import lstm_language_model, python_documentation
 from measure import distance, plain_loop, same_bits
 from torch import nn
 
-from gangline import Pipeline, Trainer, cpu, create, spawn
+from gangline import Pipeline, cpu
 from gangline.models.pipelines.pipeline import cut, measured_layers, one_forward_one_backward
 
 STEPS = 20
@@ -218,24 +218,3 @@ def test_what_does_not_fit_is_named() -> None:
             Pipeline(own, nn.CrossEntropyLoss(), groups, **options)
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Sequential"):
         Pipeline(nn.Linear(2, 2), nn.CrossEntropyLoss())  # type: ignore[arg-type]
-
-
-def in_two_workers(communicator: Any) -> dict[str, torch.Tensor]:
-    store = create("allreduce", communicator=communicator)
-    pipeline = Pipeline(network(), nn.CrossEntropyLoss(), CUTS[2], micro_batches=2)
-    trainer = Trainer(pipeline.network, "adam", {"learning_rate": 0.01}, kvstore=store)
-    for data, label in batches(STEPS, 10):
-        part = slice(0, 7) if not store.rank else slice(7, 10)
-        trainer.zero_grad()
-        pipeline.forward_backward(data[part], label[part])
-        trainer.step(len(data[part]))
-    found = {name: value.detach().clone() for name, value in pipeline.network.state_dict().items()}
-    store.close()
-    return found
-
-
-@pytest.mark.slow
-def test_pipelines_of_two_workers_train_as_one_context() -> None:
-    expected = trained(1, 1, steps=STEPS)
-    for found in spawn(in_two_workers, 2, threads=1):
-        assert distance(found, expected) <= 1e-11

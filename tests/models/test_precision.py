@@ -207,26 +207,6 @@ def test_the_loss_of_many_samples_does_not_overflow_though_each_is_half() -> Non
             assert float(module.get_loss()) == pytest.approx(200.0, rel=0.02)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_overflow_within_an_accumulated_update_skips_it_whole(count: int) -> None:
-    with module_of(perceptron(), count, lr=0.1, momentum=0.9) as module:
-        module.grad_req = "add"
-        assert module.loss_scale is not None
-        module.loss_scale.value = 1024.0
-        for seed in range(2):
-            module.forward_backward(*batch(seed=seed))
-        module.update()
-        before = state_of(module)
-        module.forward_backward(*overflowing())
-        module.forward_backward(*batch())
-        module.update()
-        assert same_bits(state_of(module), before)
-        assert module.loss_scale.value == 512.0
-        module.forward_backward(*batch(seed=5))
-        module.update()
-        assert not same_bits(state_of(module), before)
-
-
 def test_the_scale_is_kept_in_checkpoints_and_taken_over(tmp_path: Path) -> None:
     prefix = tmp_path / "net"
     with module_of(perceptron(), lr=0.1, momentum=0.9) as first:

@@ -7,7 +7,7 @@ import itertools
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -59,27 +59,16 @@ class Recorder(LocalStore):
         for noted in (self.pushed, self.pulled, self.ran, self.works):
             noted.clear()
 
-    def push_bucket(
-        self,
-        bucket: Bucket,
-        values: Sequence[torch.Tensor],
-        keys: Collection[Key] | None = None,
-        priority: int = 0,
-        *,
-        weight: float | None = None,
-        async_op: bool = False,
-    ) -> Work:
-        work = super().push_bucket(bucket, values, keys, priority, weight=weight, async_op=async_op)
+    def push_bucket(self, bucket: Bucket, values: Any, keys: Any = None, *arguments: Any, **options: Any) -> Work:
+        work = super().push_bucket(bucket, values, keys, *arguments, **options)
         self.pushed.append(tuple(bucket.keys if keys is None else keys))
         self.works.append(work)
         self.on_push()
         return work
 
-    def pull_bucket(
-        self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int = 0, *, async_op: bool = False
-    ) -> Work:
+    def pull_bucket(self, bucket: Bucket, *arguments: Any, **options: Any) -> Work:
         self.pulled.append(tuple(bucket.keys))
-        return super().pull_bucket(bucket, outs, priority, async_op=async_op)
+        return super().pull_bucket(bucket, *arguments, **options)
 
     def _merge_bucket(self, bucket: Bucket, *arguments: Any) -> None:
         self.ran.append(tuple(bucket.keys))

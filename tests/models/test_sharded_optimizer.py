@@ -14,7 +14,7 @@ import torch
 from measure import distance, mlp, plain_loop
 from torch import nn
 
-from gangline import DistributedOptimizer, KVStore, Module, OptimizerSpec, Trainer, cpu, create, spawn
+from gangline import DistributedOptimizer, KVStore, OptimizerSpec, Trainer, create, spawn
 from gangline.kvstore.local import LocalStore
 
 STEPS = 20
@@ -92,7 +92,6 @@ def of_two_workers(communicator: Any, folder: str) -> dict[str, Any]:
         "resumed": [train(communicator, memory, folder, resumed=True) for memory in (None, [0, 1])],
         "wrapped": wrapped_first,
         "wrapped, resumed": wrapped(communicator, [1, 3], wrapped_first[2]),
-        "module": with_module(communicator, folder),
         "adagrad": adagrad(communicator),
     }
 
@@ -186,29 +185,6 @@ def misuses(communicator: Any) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.backward()
     store.close()
-
-
-def with_module(communicator: Any, folder: str) -> dict[str, torch.Tensor]:
-    store = create("allreduce", communicator=communicator)
-    module = Module(network(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)], shard="optimizer", memory=[3, 1])
-    module.init_optimizer(store, *ADAM)
-    for step in range(STEPS):
-        data, label = (part(store.rank, one) for one in batch(step))
-        module.forward_backward_update(data, label)
-    module.save_checkpoint(f"{folder}/net", 1, save_optimizer_states=True)
-    found = module.get_params()
-    module.close()
-    store.close()
-    return found
-
-
-def test_a_module_shards_too_and_its_checkpoint_is_whole(two: list[dict[str, Any]], folder: Path) -> None:
-    for each in two:
-        assert distance(each["module"], alone()) <= 1e-11
-    loaded = Module.load(folder / "net", 1, network=network(), load_optimizer_states=True, context=cpu())
-    loaded.init_optimizer(None, *ADAM)
-    assert len(loaded.optimizer_state().tensors) == 3 * 8  # step and two moments of each of 8 parameters
-    loaded.close()
 
 
 _M_MMAP_THRESHOLD = -3

@@ -1,28 +1,43 @@
-"""Messages between the workers of a job in a training step: buckets, the calls behind each, and nothing beside them."""
+"""What a training step costs: messages between workers, frames of a bucket, waits for GPUs, copies and page faults."""
 
 from __future__ import annotations
 
+import copy
+import os
+import platform
+import resource
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from measure import Branches, step_of
-from torch import nn
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from measure import Branches, distance, plain_loop, step_of
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Communicator, Module, cpu, spawn
+import gangline
+from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, spawn
+from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.collectives.work import WorkQueue
 from gangline.kvstore import KVStore, create, local
 from gangline.kvstore.allreduce.negotiation import Negotiator
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.reducer import reducer
+from gangline.models.zoo import registry
+from tests.collectives.ranks import in_threads
+from tests.collectives.simulated_gpus import Counts, HostRank, counted, simulated_gpus
+from tests.kvstore.parameter_server.in_process import Job
 from tests.kvstore.parameter_server.processes import run_job
 from tests.models.unequal_jobs import Stream
 
@@ -260,3 +275,197 @@ def frames_to_the_workers(comm: Communicator) -> tuple[list[int], list[int]]:
 def test_a_bucket_takes_few_frames_to_the_sum_over_the_workers() -> None:
     for in_hook, in_store in spawn(frames_to_the_workers, 2):
         assert max(in_hook) + max(in_store) <= MOST_FRAMES_TO_WORKERS
+
+
+# Jobs on two simulated GPUs: the weights of one device, and how often a step has the host wait and copy
+
+
+STEPS = 5
+SHARES = slice(0, 4), slice(4, None)
+RATE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+NO_NCCL = "nothing to reduce by"
+Step = Callable[[Tensor, Tensor], None]
+Result = tuple[dict[str, Tensor], Counts]
+
+
+def _network(*, with_batchnorm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), *([nn.BatchNorm1d(8)] if with_batchnorm else []), nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.linspace(-2, 2, 60).double().sin().view(10, 6), torch.arange(10) % 3
+
+
+def _trainer(network: nn.Module, kv: KVStore) -> Step:
+    trainer = Trainer(network, "sgd", RATE, kv)
+
+    def step(data: Tensor, label: Tensor) -> None:
+        trainer.zero_grad()
+        trainer.backward(cross_entropy(network(data), label), len(label))
+        trainer.step(len(label))
+
+    return step
+
+
+def _distributed_optimizer(network: nn.Module, kv: KVStore) -> Step:
+    optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), **RATE), kv)
+
+    def step(data: Tensor, label: Tensor) -> None:
+        optimizer.zero_grad()
+        optimizer.weight = len(label)
+        cross_entropy(network(data), label).backward()
+        optimizer.step()
+
+    return step
+
+
+def _trained(kv: KVStore, network: nn.Module, make: Callable[[nn.Module, KVStore], Step]) -> Result:
+    """Train a rank's share on its GPU; return the weights, and the counts of the last step."""
+    card, (data, label) = torch.device("cuda", kv.rank), _batch()
+    network = copy.deepcopy(network).to(card)
+    data, label = data[SHARES[kv.rank]].to(card), label[SHARES[kv.rank]].to(card)
+    step = make(network, kv)
+    for _ in range(STEPS - 1):
+        step(data, label)
+    with counted(kv.rank) as counts:
+        step(data, label)
+    return {name: value.cpu() for name, value in network.state_dict().items()}, counts
+
+
+def _by_allreduce(comm: Communicator, *arguments: Any) -> Result:
+    with create("allreduce", communicator=comm) as kv:
+        return _trained(kv, *arguments)
+
+
+def _results(store: str, *arguments: Any) -> list[Result]:
+    if store == "allreduce":
+        return in_threads(2, _by_allreduce, *arguments)
+    with Job(2) as job:
+        stores = job.stores(store)
+        try:
+            return job.each(stores, lambda kv: _trained(kv, *arguments))
+        finally:
+            job.each(stores, lambda kv: kv.close())
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize(
+    ("make", "store", "nccl", "waits", "copies"),
+    [
+        (_trainer, "allreduce", "", 0, 0),
+        (_distributed_optimizer, "allreduce", "", 0, 0),
+        (_trainer, "allreduce", NO_NCCL, 1, 1),
+        (_distributed_optimizer, "allreduce", NO_NCCL, 1, 1),
+        (_trainer, "dist_sync", "", 1, 1),
+        (_distributed_optimizer, "dist_sync", "", 1, 1),
+    ],
+)
+def test_waits_and_copies_of_a_workers_step(
+    make: Callable[[nn.Module, KVStore], Step], store: str, nccl: str, waits: int, copies: int
+) -> None:
+    """For the only bucket of the network."""
+    network = _network()
+    expected = plain_loop(network, [_batch()] * STEPS, **RATE)
+    with simulated_gpus(nccl=nccl):
+        for weights, counts in _results(store, network, make):
+            assert distance(weights, expected) <= 1e-12
+            assert len(counts.waits) == waits, counts
+            assert len(counts.to_host) == copies, counts
+
+
+@contextmanager
+def _module(network: nn.Module, **options: Any) -> Iterator[Module]:
+    with Module(network, nn.CrossEntropyLoss(), [gpu(0), gpu(1)], **options) as module:
+        module.init_optimizer("device", "sgd", RATE)
+        yield module
+
+
+@pytest.mark.usefixtures("stream_order")
+@pytest.mark.parametrize("nccl", ["", NO_NCCL])
+@pytest.mark.parametrize("with_batchnorm", [False, True])
+def test_a_step_of_a_module_on_two_gpus_has_no_wait_and_no_copy_to_the_host(nccl: str, with_batchnorm: bool) -> None:
+    network = _network(with_batchnorm=with_batchnorm)
+    expected = plain_loop(network, [_batch()] * STEPS, **RATE)
+    with simulated_gpus(nccl=nccl), _module(network, sync_batchnorm=with_batchnorm) as module:
+        for _ in range(STEPS - 1):
+            module.forward_backward_update(*_batch())
+        with counted(0) as first, counted(1) as second:
+            module.forward_backward_update(*_batch())
+        for counts in first, second:
+            assert (counts.waits, counts.to_host, counts.to_gpu) == ([], [], [30, 5])  # data and labels
+        assert distance(module.get_params(), expected) <= 1e-12
+        assert bool(HostRank.calls) == (not nccl)
+
+
+@pytest.mark.usefixtures("stream_order")
+def test_a_module_measures_its_gpus_without_waits() -> None:
+    network = _network()
+    with simulated_gpus(), _module(network, work_load_list="auto") as module:
+        for step in range(2 * STEPS):  # to find writes through .data the host waits in the first, and copies in one
+            with counted(0) as first, counted(1) as second:
+                module.forward_backward_update(*_batch())
+            if step >= 3:
+                assert first.waits == second.waits == []
+        assert module.load_balancer is not None
+        [(step, samples, seconds)] = module.load_balancer.message(wait=True)  # earlier steps have been taken in
+        assert (step, sum(samples)) == (2 * STEPS, 10)  # threads interleave as they like, and so do the times
+        assert min(seconds) > 0
+
+
+# Host memory that a step frees is reused by the next step
+
+
+COUNTED, MOST_FAULTS = 20, 250
+
+
+def train_module() -> Iterator[None]:
+    with Module(registry.create("lenet"), torch.nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("device", "sgd", {"lr": 0.1, "momentum": 0.9})
+        data, label = torch.rand(64, 1, 28, 28), torch.arange(64) % 10
+        while True:
+            module.forward_backward_update(data, label)
+            yield
+
+
+def train_balanced() -> Iterator[None]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 24, 3, padding=1), torch.nn.Flatten(), torch.nn.LazyLinear(10))
+    data = TensorDataset(torch.rand(1024, 3, 16, 16), torch.arange(1024) % 10)
+    network(data[:2][0])
+    model = DistributedDataParallel(network)
+    loader = gangline.balance(model, DataLoader(data, 128))
+    while True:
+        for images, labels in loader:
+            torch.nn.functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
+            yield
+
+
+def count_faults(steps: Iterator[None], connection: Connection) -> None:
+    """Send the number of page faults of some steps; run it in a process of its own, with fresh memory."""
+    for _ in range(16):
+        next(steps)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(COUNTED):
+        next(steps)
+    connection.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    os._exit(0)  # gloo of torch 2.13 aborts now and then in destroy_process_group
+
+
+def module_faults(connection: Connection) -> None:
+    count_faults(train_module(), connection)
+
+
+def balanced_faults(connection: Connection) -> None:
+    count_faults(train_balanced(), connection)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators than glibc's keep memory or not")
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [module_faults, balanced_faults])
+def test_a_step_has_no_memory_cleared_by_the_kernel(job: Callable[[Connection], None]) -> None:
+    with ProcessPool(job, 1) as family:
+        faults = family.connections[0].recv()
+    assert faults < COUNTED * MOST_FAULTS  # pages; 2 to 100 a step of threads; if freed memory is returned, about 2,500

@@ -17,7 +17,7 @@ import pytest
 
 from gangline import cpu
 from gangline.trials import Trial, _folder_name, sweep
-from tests.kvstore.test_launch import ROOT
+from tests.programs import environment
 
 SCRIPT = """
 import time
@@ -94,11 +94,10 @@ def test_contexts_per_trial_gives_each_trial_its_own_group(tmp_path: Path) -> No
 
 def run_script(folder: Path, text: str) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "script.py"],
         cwd=folder,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

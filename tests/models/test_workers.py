@@ -293,12 +293,7 @@ def test_all_processes_of_a_job_train_as_one_does(two: list[dict[str, Any]]) -> 
         assert distance(params, expected) <= 1e-11
 
 
-def test_without_a_job_it_is_an_error_before_anything_begins() -> None:
-    with pytest.raises(RuntimeError, match="'parallel' means all processes of a job, and there is none"):
-        Module(network(), nn.CrossEntropyLoss(), "parallel")
-
-
-def test_a_store_that_stays_in_the_process_contradicts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_stays_in_the_process_contradicts_a_parallel_module(monkeypatch: pytest.MonkeyPatch) -> None:
     as_launched(monkeypatch, 0, 1, 29500)
     module = Module(network(), nn.CrossEntropyLoss(), "parallel")
     with pytest.raises(ValueError, match=re.escape("kvstore is 'device', which does not leave this process")):

@@ -97,26 +97,6 @@ def test_a_sample_unlike_the_others_is_named(item: Callable[[int], Any], num_wor
         fit(Items(item, num_workers))
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"optimizer_params": {"learning_rat": 0.1}}, "learning_rate"),
-        ({"eval_metric": "accurcy"}, "accuracy"),
-        ({"initializer": "xaviar"}, "xavier"),
-        ({"lr_scheduler": "cosin"}, "cosine"),
-        ({"kvstore": "devce"}, "device"),
-    ],
-    ids=["argument", "metric", "initializer", "schedule", "store"],
-)
-def test_a_misspelt_name_is_corrected(options: dict[str, Any], word: str) -> None:
-    module = Module(nn.Linear(16, 3), nn.CrossEntropyLoss(), cpu())
-    with pytest.raises(ValueError, match=f"did you mean {word!r}"):
-        module.fit(TensorDataset(DATA, LABELS), num_epoch=1, batch_size=4, **options)
-    with pytest.raises(AttributeError) as raised:
-        gangline.Modul  # noqa: B018
-    assert (raised.value.name, raised.value.obj) == ("Modul", gangline)  # of which Python suggests the nearest
-
-
 def test_metrics_are_found_by_all_their_names() -> None:
     module = Module(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), nn.CrossEntropyLoss(), cpu())
     stop = gangline.callback.EarlyStopping(1, "acc")
