@@ -648,12 +648,10 @@ def clamps(front: Plain) -> None:
 
 
 def clips_by_hand(front: Plain) -> None:
-    for factor in (1 / front.gradient_scale, front.gradient_scale):
-        for parameter in front.network.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        if factor <= 1:
-            nn.utils.clip_grad_norm_(front.network.parameters(), 0.05)
+    gradients = [parameter.grad for parameter in front.network.parameters() if parameter.grad is not None]
+    torch._foreach_div_(gradients, front.gradient_scale)
+    nn.utils.clip_grad_norm_(front.network.parameters(), 0.05)
+    torch._foreach_mul_(gradients, front.gradient_scale)
 
 
 def hooks(front: Plain) -> None:

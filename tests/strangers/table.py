@@ -128,7 +128,7 @@ REFUSED = {
         "simclr", (("gangline.convert_sync_batchnorm(model)", "model"),), warning="convert_sync_batchnorm"
     ),
     "SimCLR, loss of own samples": Row(
-        "simclr", (("gangline.gather_rows(z1), gangline.gather_rows(z2)", "z1, z2"),), page="Losses that are no means"
+        "simclr", (("gangline.gather_rows(z1), gangline.gather_rows(z2)", "z1, z2"),), page="Losses that are not a mean"
     ),
     "batches repeated by itertools.cycle": Row(
         "nanogpt",
