@@ -58,7 +58,7 @@ def mutants() -> list[Mutant]:
 
 
 class Outcome(NamedTuple):
-    """What the tests said about a mutant."""
+    """Result of the tests of a mutant."""
 
     mutant: Mutant
     caught_by: str

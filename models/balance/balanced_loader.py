@@ -240,7 +240,7 @@ class BalancedLoader:
         self._iterations += 1
         iteration = self._iterations
         self.epoch += self._was_left
-        self._was_left = True  # until its end
+        self._was_left = False
         self._lockstep.begin_epoch()
         skip, self._skip = self._skip, 0
         sampler = sampler_of(self._user_loader)
@@ -264,6 +264,7 @@ class BalancedLoader:
         self._seed = starts[0]["seed"]
         self._consumed = starts[0]["skip"]
         timer = self._balance.timer
+        self._was_left = True  # until its end
         batches = iter(self._outer)
         try:
             while (batch := next(batches, _END)) is not _END:
@@ -428,7 +429,7 @@ def _end_all() -> None:
         for lockstep in list(_open):
             lockstep.leave(Signal.FAILED)
     for iterator in list(_iterators):  # later, Python has taken away what they call
-        with suppress(ValueError):  # one that runs in another thread
+        with suppress(ValueError):  # it runs in another thread, or its process group was destroyed
             iterator.close()
 
 

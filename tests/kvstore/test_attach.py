@@ -1,4 +1,4 @@
-"""How fronts take keys and an optimizer in a store: defaults, two fronts on one store, restarted workers."""
+"""Fronts that take keys and an optimizer in a store: defaults, two fronts on one store, restarted workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step costs: messages between workers, frames of a bucket, waits for GPUs, copies and page faults."""
+"""Costs of a training step: messages between workers, frames of a bucket, waits for GPUs, copies and page faults."""
 
 from __future__ import annotations
 

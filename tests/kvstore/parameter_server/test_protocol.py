@@ -180,7 +180,7 @@ def test_no_code_is_looked_up_by_a_received_name() -> None:
 
 
 def test_only_memory_and_pipes_of_own_children_and_objects_with_the_switch_are_unpickled() -> None:
-    """As SECURITY.md says."""
+    """Check what SECURITY.md says."""
     load = r"[Pp]ickl\w*\.loads?\(|torch\.load\((?!.*weights_only=True)|\w\.recv\(\)|dist\.\w+_object|allow_pickle="
     files = product_files("collectives", "kvstore", "models", "gangline")
     found = " ".join(sorted(file.stem for file in files if re.search(load, file.read_text())))
