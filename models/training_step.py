@@ -258,8 +258,8 @@ class TrainingStep:
             times[0].on_host -= waited
         samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
-            self._load_balancer.record(self._run_state.step, samples, times)
-        self.worker_balance.record(self._run_state.step, samples, times, in_turn=self._executor.runs_in_turn)
+            self._load_balancer.record(samples, times)
+        self.worker_balance.record(samples, times, in_turn=self._executor.runs_in_turn)
 
     def _divisor_and_weight(self) -> float:
         """Return the divisor of the batch's summed loss, and set the weight of its gradients."""

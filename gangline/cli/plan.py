@@ -11,7 +11,7 @@ import typer
 
 from gangline.cli.options import JsonFile, numbers, print_table, write_json
 from gangline.collectives.errors import UsageError
-from gangline.models.balance.speed_model import LinearFit, shortest_step, step_seconds
+from gangline.models.balance.speed_model import shortest_step, step_seconds
 
 
 def plan(
@@ -87,7 +87,8 @@ def _splits(batch: int, speeds: Sequence[float], memory: Sequence[float], sample
 
     ``memory``: GiB for the samples of each rank; empty: without a limit.
     """
-    times, ranks = [LinearFit(0.0, 1 / speed) for speed in speeds], range(len(speeds))
+    rates, ranks = [1 / speed for speed in speeds], range(len(speeds))
+    floors = [0 for _ in ranks]
     caps: list[int | None] = [None for _ in ranks]
     if memory and sample_memory:
         caps = [max(0, math.floor(size / sample_memory + 1e-9)) for size in memory]
@@ -98,7 +99,7 @@ def _splits(batch: int, speeds: Sequence[float], memory: Sequence[float], sample
             "accumulate gradients over more steps, or recompute activations"
         )
     found = {
-        "balanced": shortest_step(batch, times, caps=caps),
+        "balanced": shortest_step(batch, rates, caps, floors),
         "equal": [batch // len(ranks) + (index < batch % len(ranks)) for index in ranks],
     }
     if len(ranks) > 1:
@@ -106,12 +107,12 @@ def _splits(batch: int, speeds: Sequence[float], memory: Sequence[float], sample
         others = [0 if index == slowest else cap for index, cap in enumerate(caps)]
         if not _holds(batch, others):  # shown although it does not fit
             others = [0 if index == slowest else None for index in ranks]
-        found[f"without rank {slowest}"] = shortest_step(batch, times, caps=others)
+        found[f"without rank {slowest}"] = shortest_step(batch, rates, others, floors)
     return [
         _Split(
             name,
             counts,
-            step_seconds(counts, times),
+            step_seconds(counts, rates),
             all(cap is None or count <= cap for count, cap in zip(counts, caps, strict=True)),
             min((size / count for count, size in zip(counts, memory, strict=False) if count), default=None),
         )

@@ -30,6 +30,7 @@ from gangline.models.balance.global_order import (
 )
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
+from gangline.models.balance.lengths import Arrangement, Lengths
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
@@ -68,6 +69,10 @@ class BalancedLoader:
         memory: Sequence[int] | Literal["auto"] | None = "auto",
         stream: Stream | None = None,
         group: dist.ProcessGroup | None = None,
+        lengths: Any = None,
+        padding: bool = True,
+        accumulate: int = 1,
+        pool: int = 1,
     ) -> None:
         """Split a loader's batches over the ranks.
 
@@ -86,6 +91,13 @@ class BalancedLoader:
             stream: required for an IterableDataset and other iterables: "own" if each rank reads different samples,
                 "same" if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
             group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
+            lengths: cost of each sample by its index in the data set, such as its number of tokens: a sequence, or a
+                function from an index to a number. Each global batch keeps its samples, and is cut by cost: each rank
+                gets samples of similar length. ``loads`` and ``memory`` are then of cost, not of samples.
+            padding: True if the loader pads each share to its longest sample, which then costs as much as all others.
+            accumulate: global batches of one update of the weights, which are sorted together by ``lengths``. With
+                loss_reduction="normalized" each step has a part of equal cost, else as many samples as before.
+            pool: form batches of similar lengths from so many global batches, in random order; 1: keep the order.
 
         Raises:
             RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
@@ -104,13 +116,14 @@ class BalancedLoader:
         size, rank = self._exchange.size, self._exchange.rank
         given, order = [1.0] * size, cast(GlobalOrder | None, None)
         caps: list[int | None] | None = None
+        arrangement: Arrangement | None = None
         outer: Any = None  # accelerate's loader
         self.global_batch = 0
         minimum = smallest_share(*networks)
 
         def check() -> tuple[dict[str, Any], int, int | None]:
             """Check the arguments; return settings that must be equal on all ranks, prefetched batches and steps."""
-            nonlocal given, order, caps, outer, loader
+            nonlocal given, order, caps, outer, loader, arrangement
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
             given = _checked_loads(loads, size)
@@ -125,7 +138,9 @@ class BalancedLoader:
             else:
                 self.global_batch = check_stream(loader, stream, samples, size)
             dataset = getattr(loader, "dataset", None)
-            caps = None if memory is None or memory == "auto" else checked_caps(memory, size, self.global_batch)
+            if memory is not None and memory != "auto":
+                caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
+            arrangement = _arrangement(lengths, loader, order, padding, accumulate, pool, loss_reduction)
             settings = {
                 "the type of the data set": type(dataset).__name__,
                 "the length of the data set": length_of(dataset),
@@ -140,12 +155,16 @@ class BalancedLoader:
                 "memory": memory if memory is None or memory == "auto" else list(memory),
                 "count": "given" if count is not None else "samples",
                 "the smallest share": minimum,
+                "lengths": None if arrangement is None else arrangement.lengths.checksum,
+                "padding": padding,
+                "accumulate": accumulate,
+                "pool": pool,
             }
             settings |= {} if order is None else order.settings
             drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
             return settings, drawn_ahead, getattr(order, "length", None)
 
-        settings, aheads, lengths = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
+        settings, aheads, of_orders = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings, "balance")
         self._loss_reduction = loss_reduction
         self._networks = networks
@@ -159,12 +178,12 @@ class BalancedLoader:
         self._balance = RankBalance(
             rank,
             given,
-            self._exchange.all_gather,
             timer,
             horizon=horizon,
             device=limited,
             caps=caps,
             minimum=minimum,
+            by_cost=arrangement is not None,
         )
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
@@ -172,8 +191,8 @@ class BalancedLoader:
             self._source = IterableBatches(loader, stream == "same", self.global_batch, self._balance, rank)
         else:
             if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
-                order.length = None if None in lengths else max(lengths)
-            self._source = ShareSampler(order, self._balance, rank, max(aheads))
+                order.length = None if None in of_orders else max(of_orders)
+            self._source = ShareSampler(order, self._balance, rank, max(aheads), arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
@@ -185,7 +204,9 @@ class BalancedLoader:
         if self._weights is not None and self._trains_as_read:
             self._weights.reduction = reduction = reduction_of(networks)
         smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
-        self._lockstep = Lockstep(self._exchange, reduction, count, is_mean=loss_reduction == "mean", smallest=smallest)
+        self._lockstep = Lockstep(
+            self._exchange, self._balance, reduction, count, is_mean=loss_reduction == "mean", smallest=smallest
+        )
         _open.add(self._lockstep)
         self.epoch = 0
         """Number of the current epoch, or of the next one between epochs."""
@@ -313,7 +334,7 @@ class BalancedLoader:
 
     def _begin_batch(self, share: Share) -> None:
         self._end_batch()
-        self._balance.begin_batch(share.number, share.counts)
+        self._balance.begin_batch(share.cost)
         self._share = share
         self._first = share.number + 1
         self._consumed += sum(share.counts)
@@ -400,6 +421,26 @@ class BalancedLoader:
         if self._weights is not None:
             self._weights.close()
         self._exchange.close()
+
+
+def _arrangement(
+    lengths: Any, loader: Any, order: GlobalOrder | None, padding: bool, accumulate: int, pool: int, reduction: str
+) -> Arrangement | None:
+    """Check what arranges samples by their lengths; None: lengths are not given."""
+    for name, value in {"accumulate": accumulate, "pool": pool}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
+        if value > 1 and lengths is None:
+            raise ValueError(f"{name} is {value}, but lengths is not given; pass the length of each sample")
+    if lengths is None:
+        return None
+    if order is None:
+        raise ValueError(
+            "lengths are by index of the data set, but the loader is a stream; leave them out, or give a DataLoader "
+            "over a map-style data set"
+        )
+    checked = Lengths(lengths, length_of(loader.dataset), padding=padding)
+    return Arrangement(checked, accumulate, by_parts=accumulate > 1 and reduction == "normalized", pool=pool)
 
 
 def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:

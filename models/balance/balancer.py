@@ -16,7 +16,7 @@ from gangline.collectives.context import Context
 from gangline.models.balance.speed_model import SpeedModel
 
 _MOST = 64
-"""Maximum number of batches in a message, about 2 KB: as many as the speed model waits for."""
+"""Maximum number of batches in a message, about 2 KB."""
 _USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
 
 
@@ -63,9 +63,8 @@ class ElapsedTime:
 class Balancer:
     """Feeds a speed model with the times of shares, which several processes may measure.
 
-    Each process records the shares of its own members: all contexts of a module, or one worker or rank. When the speed
-    model is due, and at the start of an epoch, each process sends its new measurements to all processes in one message,
-    and all derive the same loads from these messages.
+    Each process records the shares of its own members: all contexts of a module, or one worker. Processes exchange
+    their measurements in messages, and all derive the same loads from these.
     """
 
     def __init__(
@@ -80,32 +79,30 @@ class Balancer:
         self.limits = limits or MemoryLimits(speeds.names)
         """Numbers of samples that fit into the members' memory."""
         # Batches that a GPU may still compute.
-        self._pending: deque[tuple[int, list[int], list[ElapsedTime], Together | None]] = deque()
-        self._unsent: deque[list[Any]] = deque(maxlen=_MOST)  # [step, samples, seconds]
-        self._received: dict[int, dict[int, list[Any]]] = {}  # by step and process
+        self._pending: deque[tuple[list[int], list[ElapsedTime], Together | None]] = deque()
+        self._unsent: deque[list[Any]] = deque(maxlen=_MOST)  # [samples, seconds] of each batch
+        self._received: list[deque[list[Any]]] = []  # by process
 
     @property
     def loads(self) -> list[float]:
         """Current loads, one per member, for `split_batch`."""
         return list(self.speeds.loads)
 
-    def record(
-        self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], together: Together | None = None
-    ) -> None:
-        """Record samples and times of this process's members in a training batch; ``step`` is the same everywhere.
+    def record(self, samples: Sequence[int], times: Sequence[ElapsedTime], together: Together | None = None) -> None:
+        """Record samples and times of this process's members in a training batch; all processes record each batch.
 
         With ``together`` they are of the replicas of one member.
         """
-        self._pending.append((step, list(samples), list(times), together))
+        self._pending.append((list(samples), list(times), together))
 
     def measure(self, *, wait: bool = False) -> None:
         """Take the times of the batches that are complete; with ``wait``, of all batches."""
-        while self._pending and (wait or all(time.is_complete() for time in self._pending[0][2])):
-            step, samples, times, together = self._pending.popleft()
+        while self._pending and (wait or all(time.is_complete() for time in self._pending[0][1])):
+            samples, times, together = self._pending.popleft()
             seconds = [time.seconds() or 0.0 for time in times]
             if together is not None:
                 samples, seconds = [sum(samples)], [together(samples, seconds)]
-            self._unsent.append([step, samples, seconds])
+            self._unsent.append([samples, seconds])
 
     def message(self, *, wait: bool = False) -> list[Any]:
         """Return the measurements since the last message, as plain data, to be gathered from all processes."""
@@ -114,21 +111,20 @@ class Balancer:
         self._unsent.clear()
         return message
 
-    def receive(self, messages: Sequence[Any], *, now: bool = False) -> bool:
-        """Record the messages of all processes in order; update the loads if due or ``now``, and then return True."""
-        for process, measured in enumerate(messages):
-            for step, *share in measured:
-                self._received.setdefault(step, {})[process] = share
-        complete = sorted(step for step, shares in self._received.items() if len(shares) == len(messages))
-        for step in complete:
-            shares = [self._received[step][process] for process in range(len(messages))]
-            self.speeds.record([n for samples, _ in shares for n in samples], [s for _, took in shares for s in took])
-        if complete:  # every process finishes its batches in order
-            self._received = {step: shares for step, shares in self._received.items() if step > complete[-1]}
-        return (now or self.speeds.due()) and self.speeds.update_loads()
+    def receive(self, messages: Sequence[Any]) -> bool:
+        """Record the messages of all processes; return True if the loads changed."""
+        self._received = self._received or [deque(maxlen=_MOST) for _ in messages]
+        for received, message in zip(self._received, messages, strict=True):
+            received.extend(message)
+        changed = False
+        while all(self._received):
+            shares = [received.popleft() for received in self._received]
+            samples, seconds = ([one for share in shares for one in share[part]] for part in (0, 1))
+            changed |= self.speeds.record(samples, seconds)
+        return changed
 
     def begin_batch(self) -> None:
-        """Update the loads if enough batches have been measured. Collective."""
+        """Update the loads from the batches whose times are known. Collective."""
         self.receive(self._all_gather(self.message()))
 
     def begin_epoch(self) -> bool:

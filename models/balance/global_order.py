@@ -7,8 +7,10 @@ that holds such a loader has done so.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from gangline.models.balance.lengths import Arrangement, Update
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
@@ -218,18 +221,21 @@ def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[
 
 
 class ShareSampler(Sampler[list[Any]]):
-    """Batch sampler of one rank: consecutive slices of the global batches.
+    """Batch sampler of one rank: consecutive slices of the global batches, or parts of equal cost.
 
     A rank without samples gets the batch's first sample with weight 0, twice if the network needs two, so that it makes
     the same steps.
     """
 
-    def __init__(self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int) -> None:
+    def __init__(
+        self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int, arrangement: Arrangement | None = None
+    ) -> None:
         """Cut an order; each rank's DataLoader prefetches at most ``ahead`` batches."""
         self._order, self._balance, self._rank, self._ahead = order, balance, rank, ahead
-        self._known: deque[list[Any]] = deque()  # global batches that are not drawn yet
-        self._drawn: deque[tuple[int, int]] = deque()  # (own samples, all samples) of batches not returned yet
-        self._batches: Iterator[list[Any]] = iter(())
+        self._arrangement = arrangement
+        self._known: deque[list[Any] | Update | None] = deque()  # global batches that are not drawn yet
+        self._drawn: deque[Piece] = deque()  # batches not returned yet
+        self._batches: Iterator[list[Any] | Update | None] = iter(())
         self._is_complete = False
         self._first = 0  # number of the epoch's first global batch
 
@@ -244,31 +250,52 @@ class ShareSampler(Sampler[list[Any]]):
         self._known.clear()
         self._drawn.clear()
         self._is_complete, self._first = False, first
-        self._batches = self._order.batches(seed, skip)
+        if self._arrangement is None:
+            self._batches = self._order.batches(seed, skip)
+        else:
+            self._batches = self._arrangement.batches(self._order.batches(seed, 0), seed, skip)
         for _ in range(self._ahead + 1):
             self.read_ahead()
         for batch in loader:
-            yield Piece(self._drawn[0][0], batch, self._drawn.popleft()[1])
+            yield replace(self._drawn.popleft(), batch=batch)
 
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
-        batch = next(self._batches, None)
-        if batch is None:
-            self._is_complete = True
-        else:
-            self._known.append(batch)
+        following = list(islice(self._batches, 1))
+        self._known.extend(following)
+        self._is_complete = not following
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Draw the shares of the epoch that `pieces` began."""
+        shares: deque[tuple[list[Any], Piece]] = deque()  # of an update that was cut as a whole
         for number in count(self._first):
             if not self._known:
                 assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
                 return
-            batch = self._known.popleft()
-            counts = self._balance.counts(number, len(batch))
-            begin = sum(counts[: self._rank])
-            self._drawn.append((counts[self._rank], len(batch)))
-            yield batch[begin : begin + counts[self._rank]] or batch[:1] * self._balance.minimum
+            if (batch := self._known.popleft()) is not None:
+                shares.extend(self._cut(number, batch))
+            share, piece = shares.popleft()
+            self._drawn.append(piece)
+            yield share
+
+    def _cut(self, number: int, batch: list[Any] | Update) -> Iterator[tuple[list[Any], Piece]]:
+        """Return this rank's share of each step of a global batch or update."""
+        samples, steps = batch if isinstance(batch, Update) else (batch, 1)
+        if self._arrangement is None:
+            counts = self._balance.counts(number, len(samples))
+            own, begin = counts[self._rank], sum(counts[: self._rank])
+            share = samples[begin : begin + own] or samples[:1] * self._balance.minimum
+            yield share, Piece(own, None, len(samples), own)
+            return
+        lengths = self._arrangement.lengths
+        costs = lengths.of(samples)
+        for cut in self._balance.cut(number, costs, steps, padding=lengths.padding):
+            places = cut[self._rank]
+            share = [samples[place] for place in places] or [samples[int(costs.argmin())]] * self._balance.minimum
+            counts = [len(of_rank) for of_rank in cut]
+            total = sum(float(costs[of_rank].sum()) for of_rank in cut)
+            agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
+            yield share, Piece(len(places), None, agreed, lengths.cost(costs[places]), total)
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""

@@ -90,7 +90,7 @@ class IterableBatches:
             begin, own = sum(counts[: self._rank]), counts[self._rank]
             part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._balance.minimum)
             checksum = zlib.crc32(_bytes(samples.cut(batch, 0, 1)))  # to find ranks that read another stream
-            yield Piece(own, part, whole=total + (checksum << 20))
+            yield Piece(own, part, total + (checksum << 20), own)
 
     def _of_own(self, samples: _Samples, skip: int, first: int) -> Iterator[Piece]:
         if skip:
@@ -107,7 +107,7 @@ class IterableBatches:
                     "expected at least one sample on each rank"
                 )
             repeated = samples.cut(batch, 0, self._balance.minimum) if total else repeated
-            yield Piece(total, batch if total else repeated)
+            yield Piece(total, batch if total else repeated, cost=total)
 
 
 class _Samples:

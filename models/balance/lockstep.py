@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gangline.kvstore.nan_check import not_finite
 from gangline.models.balance.gradient_weights import Reduction
+from gangline.models.balance.rank_balance import Measured, RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
 
 LEAVE_SECONDS = 60.0
@@ -38,6 +39,10 @@ class Piece:
     batch: Any
     whole: int = 0
     """Number that must be the same on all ranks: samples of the global batch, or a checksum of them."""
+    cost: float = 0.0
+    """Of the samples that it trains on: their number, or what ``lengths`` count."""
+    total: float = 0.0
+    """Cost of the global batch, without padding."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Share:
     """Samples of each rank."""
     counted: list[float]
     """Divisor of each rank's mean loss."""
+    cost: float = 0.0
+    """Of this rank's samples."""
 
 
 class Signal(IntEnum):
@@ -58,7 +65,7 @@ class Signal(IntEnum):
     EPOCH = 0
     """It begins an epoch."""
     BATCH = 1
-    """It has read the next batch: samples, what they count, and `Piece.whole` follow."""
+    """It has read the next batch: samples, what they count, `Piece.whole` and what it has `Measured` follow."""
     UNREAD = 2
     """It could not read the next batch."""
     NEXT = 3
@@ -78,6 +85,7 @@ class Signal(IntEnum):
 
 
 _IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
+_ROW = 4 + len(Measured._fields)  # numbers in a message
 _Rows = Sequence[Sequence[float]]
 
 
@@ -89,14 +97,21 @@ class Lockstep:
     """
 
     def __init__(
-        self, exchange: RankExchange, reduction: Reduction | None, count: Count | None, *, is_mean: bool, smallest: int
+        self,
+        exchange: RankExchange,
+        balance: RankBalance,
+        reduction: Reduction | None,
+        count: Count | None,
+        *,
+        is_mean: bool,
+        smallest: int,
     ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
         ``count`` None: samples. ``is_mean``: the gradient is that of a mean over the global batch; else of a sum. A
         global batch of fewer than ``smallest`` samples ends the epoch.
         """
-        self._exchange, self._reduction, self._count = exchange, reduction, count
+        self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
         self._is_mean, self._smallest = is_mean, smallest
         self.is_open = False
         """True while this rank is in an epoch."""
@@ -150,10 +165,14 @@ class Lockstep:
         if self.is_stopping:
             self._ask(Signal.STOP)
             return None
-        piece, row, error = Piece(0, None), (Signal.UNREAD, 0.0, 0.0, 0.0), None
+        piece, error = Piece(0, None), None
+        row: tuple[float, ...] = (Signal.UNREAD,)
         try:
             piece = next(pieces, piece)
             row = (Signal.BATCH, float(piece.samples), _counted(self._count, piece), float(piece.whole))
+            if self.skips:
+                self._balance.drop_time()
+            row = (*row, *self._balance.measured())
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
         rows = self._ask(*row)
@@ -164,7 +183,7 @@ class Lockstep:
                 self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {number}")
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
-        for rank, (_, _, counted, whole) in enumerate(rows):
+        for rank, (_, _, counted, whole, *_) in enumerate(rows):
             if not (0 <= counted < math.inf):
                 raise ValueError(
                     f"count= returned {counted} on rank {rank} for global batch {number}; expected a number, 0 or more"
@@ -175,10 +194,11 @@ class Lockstep:
                     'set, and with stream="same" the same order of samples (the same seed of shuffles), on all ranks'
                 )
         counts = [int(row[1]) for row in rows]
+        self._balance.receive(number, [Measured(*row[4:]) for row in rows], piece.total or float(sum(counts)))
         if sum(counts) < self._smallest:
             self.is_open = False
             return None
-        return Share(number, counts, [row[2] for row in rows]), piece.batch
+        return Share(number, counts, [row[2] for row in rows], piece.cost), piece.batch
 
     def go_on(self) -> bool:
         """Ask for a batch that was exchanged before; return False if a rank has ended the epoch. Collective."""
@@ -201,7 +221,7 @@ class Lockstep:
             )
         reduction.enter_forward()
         signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
-        rows = self._exchange.gather([signal, reduction.adds, out_of_memory, 0.0])
+        rows = self._gather(signal, reduction.adds, out_of_memory)
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()
         reduction.is_ended = True
@@ -219,7 +239,7 @@ class Lockstep:
             owed = None
         self.is_open = False
         with suppress(RuntimeError):  # of processes that have ended
-            work, rows = self._exchange.start_gather([signal, 0.0, 0.0, 0.0])
+            work, rows = self._exchange.start_gather(_row(signal))
             if owed is not None and owed.has_trained:
                 owed.enter_forward()
             if owed is None and signal is not Signal.FAILED:
@@ -236,13 +256,16 @@ class Lockstep:
         if self._reduction is not None and any(row[0] == Signal.REDUCED for row in rows):
             self._reduction.complete()
 
-    def _ask(self, signal: Signal, *numbers: float) -> _Rows | None:
+    def _gather(self, signal: float, *numbers: float) -> _Rows:
+        return self._exchange.gather(_row(signal, *numbers))
+
+    def _ask(self, signal: float, *numbers: float) -> _Rows | None:
         """Exchange what the ranks do next; None: the epoch ends."""
         reduction = self._reduction
         if self.is_open and self._share is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
         while not self._is_left:
-            rows = self._exchange.gather([signal, *(numbers or (0.0, 0.0, 0.0))])
+            rows = self._gather(signal, *numbers)
             self._release(rows)
             signals = self._checked(rows)
             if Signal.SKIPPED in signals or Signal.LOST in signals:
@@ -287,7 +310,7 @@ class Lockstep:
         """Signal that this rank has computed its gradient, while it is reduced. Collective."""
         reduction = self._reduction
         if self.is_open and reduction is not None:
-            self._rows = self._exchange.gather([Signal.REDUCED, reduction.adds, reduction.not_finite, 0.0])
+            self._rows = self._gather(Signal.REDUCED, reduction.adds, reduction.not_finite)
 
     def end_reduction(self) -> None:
         """Conclude the step, now that the gradient is the mean over the ranks."""
@@ -332,6 +355,11 @@ class Lockstep:
             "loader.stop() on any rank ends it on all",
             stacklevel=2,
         )
+
+
+def _row(*numbers: float) -> list[float]:
+    """Return a message: all have the same length."""
+    return [*numbers, *[0.0] * (_ROW - len(numbers))]
 
 
 def _counted(count: Count | None, piece: Piece) -> float:

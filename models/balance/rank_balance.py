@@ -1,74 +1,90 @@
-"""Rank balance: the samples of each rank in each global batch, from the ranks' speeds and limits of memory."""
+"""Rank balance: the part of each rank in each global batch, from the ranks' speeds and limits of memory."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from gangline.collectives.workload import split_within
-from gangline.models.balance.balancer import Balancer, ElapsedTime, MemoryLimits, samples_that_fit
+from gangline.models.balance.balancer import ElapsedTime, MemoryLimits, samples_that_fit
+from gangline.models.balance.lengths import cut_by_cost, ranks_by_speed
 from gangline.models.balance.rank_timer import RankTimer
-from gangline.models.balance.speed_model import SpeedModel, listed_rates
+from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
 
 _log = logging.getLogger("gangline")
-_LOGGED_FROM = 8  # batches after which equal ranks are recognized
+_PARTS = 4096  # into which the cost of a global batch can be cut
+_LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is logged
+
+
+class Measured(NamedTuple):
+    """What a rank tells the others about its last batches."""
+
+    seconds: float = 0.0
+    """Time of the batches whose time is known since the last message, without waits for other ranks."""
+    cost: float = 0.0
+    """Their cost: samples, or what ``lengths`` count."""
+    limit: float = 0.0
+    """Largest cost of a share that fits into the rank's memory; 0: unknown."""
 
 
 class _Split(NamedTuple):
     first: int  # global batch at which it takes effect
     loads: list[float]
     caps: list[int | None]
+    order: list[int]  # ranks, that of the longest samples first
 
 
 class RankBalance:
-    """Decides how many samples of a global batch each rank gets; all ranks make the same decision.
+    """Decides which part of a global batch each rank gets; all ranks make the same decision.
 
-    Each rank calls `begin_epoch` before every epoch and `begin_batch` before every batch. After another 2, 4, 8, ...,
-    64 counted batches, and at the start of an epoch, the ranks exchange their times and derive the same loads from
-    them. The first batch of a split, and smaller batches, are not counted.
-
-    Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that no rank has drawn.
+    Each message about the next batch carries what its rank measured since the one before (`measured`); `receive` takes
+    those of all ranks. Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that no
+    rank has drawn.
     """
 
     def __init__(
         self,
         rank: int,
         loads: Sequence[float],
-        all_gather: Callable[[Any], list[Any]],
         timer: RankTimer | None = None,
         *,
         horizon: int = 0,
         device: torch.device | None = None,
         caps: Sequence[int | None] | None = None,
         minimum: int = 1,
+        by_cost: bool = False,
     ) -> None:
         """Start with these loads; without ``timer``, which measures this rank, they are fixed.
 
         Each rank draws at most ``horizon`` batches ahead. The memory of ``device`` limits the growth of this rank's
-        share, and ``caps`` that of each rank. ``minimum`` is the smallest share that is not empty.
+        share, and ``caps`` that of each rank. ``minimum`` is the smallest share that is not empty. With ``by_cost``
+        loads and caps are of the samples' lengths, not of their number.
         """
         self.timer, self.minimum = timer, minimum
-        self._rank, self._size, self._all_gather, self._horizon = rank, len(loads), all_gather, horizon
-        self._device = device
+        self._rank, self._size, self._horizon = rank, len(loads), horizon
+        self._device, self._by_cost = device, by_cost
         names = [f"rank {number}" for number in range(self._size)]
         self._limits = MemoryLimits(names, max_samples=caps)
-        speeds = SpeedModel(names, None, minimum=minimum, may_idle=False, averages=True, counts_first=True)
-        self._speeds, self._balancer = speeds, Balancer(speeds)
+        parts = _PARTS if by_cost else None
+        self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
         self.caps = list(self._limits.max_samples)
         """Maximum share of each rank; None: no limit is known."""
-        self._splits = [_Split(0, [float(load) for load in loads], list(self.caps))]  # ascending
-        self._counts: list[int] = []  # samples of each rank in the current batch
-        self._counts_of_full: list[int] = []  # the same in the last full batch
-        self._is_counted = False
-        self._full = 0  # samples of the largest global batch
-        self._largest = 0  # samples of this rank's largest share
-        self._counted, self._next_exchange = 0, speeds.interval  # batches so far, and at the next exchange
-        self._is_unlogged = True
+        self._splits: list[_Split] = []  # ascending
+        self.set_loads(loads, None)
+        self._pending: deque[tuple[float, ElapsedTime]] = deque()  # batches that a GPU may still compute
+        self._cost = 0.0  # of this rank's share of the current batch
+        self._largest = 0.0  # of this rank's shares
+        self._limit = 0.0  # what fits into this rank's memory
+        self._full = 0.0  # cost of the largest global batch
+        self._batches = 0
+        self._counted_from = 0  # batch from which measurements are of the newest loads
+        self._logged: list[float] = []  # loads of the last log line
         self.close = weakref.finalize(self, timer.close if timer is not None else lambda: None)
         """Remove the hooks of the model."""
 
@@ -83,41 +99,93 @@ class RankBalance:
         ``batch`` is the number of the current batch, from the start of the job; None: no batch was drawn.
         """
         first = 0 if batch is None else batch + self._horizon
+        before = self._splits[-1].order if self._splits else list(range(len(loads)))
         self._splits = [split for split in self._splits if split.first < first]
-        self._splits.append(_Split(first, list(loads), list(self.caps)))
+        self._splits.append(
+            _Split(first, [float(load) for load in loads], list(self.caps), ranks_by_speed(loads, before))
+        )
+
+    def _split(self, batch: int) -> _Split:
+        while len(self._splits) > 1 and self._splits[1].first <= batch - 2 * self._horizon:
+            self._splits.pop(0)  # no longer needed, even by a rank that is behind
+        return next(split for split in reversed(self._splits) if split.first <= batch)
 
     def counts(self, batch: int, size: int) -> list[int]:
         """Return each rank's samples in a global batch of ``size``; no share is empty if there are enough samples."""
-        while len(self._splits) > 1 and self._splits[1].first <= batch - 2 * self._horizon:
-            self._splits.pop(0)  # no longer needed, even by a rank that is behind
-        split = next(split for split in reversed(self._splits) if split.first <= batch)
+        split = self._split(batch)
         return split_within(size, split.loads, split.caps, self.minimum)
 
-    def begin_batch(self, batch: int, counts: Sequence[int]) -> None:
-        """Begin a batch with these samples of each rank; update the loads first if that is due. Collective."""
-        self._end_batch()
-        if self.timer is not None and self._counted >= self._next_exchange:
-            self._exchange(batch)
-        self._counts = list(counts)
-        self._full = max(self._full, sum(counts))
-        is_full = sum(counts) == self._full
-        self._is_counted = is_full and self._counts == self._counts_of_full
-        if is_full:
-            self._counts_of_full = self._counts
+    def cut(self, batch: int, costs: Any, steps: int = 1, *, padding: bool = True) -> list[list[Any]]:
+        """Return the positions of each rank's samples in each of ``steps`` global batches of these costs together."""
+        split = self._split(batch)
+        parts = [rank for _ in range(steps) for rank in split.order]
+        caps = [split.caps[rank] for rank in parts]
+        cut = cut_by_cost(costs, [split.loads[rank] for rank in parts], caps, self.minimum, padding=padding)
+        found = []
+        for begin in range(0, len(parts), self._size):
+            of_rank = dict(zip(split.order, cut[begin : begin + self._size], strict=True))
+            found.append([of_rank[rank] for rank in range(self._size)])
+        return found
+
+    def begin_batch(self, cost: float) -> None:
+        """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
+        self._cost = cost
+        self._largest = max(self._largest, cost)
 
     def begin_epoch(self) -> None:
-        """Update the loads from the epoch before. Collective."""
-        self._end_batch()
-        self._counts = []
-        if self.timer is not None and self._counted > 0:
-            self._exchange(None)
+        """Use the latest loads from the first batch on; what ran between epochs does not count. All ranks call it."""
+        self.drop_time()
+        self.set_loads(self.loads, None)
+
+    def drop_time(self) -> None:
+        """Do not count the current batch."""
+        if self.timer is not None:
+            self.timer.take()
+        self._cost = 0.0
+
+    def measured(self) -> Measured:
+        """End the current batch; return what all ranks must know of this one since the last call."""
+        if self.timer is None:
+            return Measured()
+        time = self.timer.take()
+        if time is not None and self._cost:
+            self._pending.append((self._cost, time))
+        self._cost = 0.0
+        seconds = cost = 0.0
+        while self._pending and self._pending[0][1].is_complete():
+            cost_of_batch, time = self._pending.popleft()
+            if took := time.seconds():
+                seconds, cost = seconds + took, cost + cost_of_batch
+        if self._device is not None and not self._batches % WINDOW:
+            self._limit = samples_that_fit(self._device, int(self._largest)) or 0.0
+        self._batches += 1
+        return Measured(seconds, cost, self._limit)
+
+    def receive(self, batch: int, rows: Sequence[Measured], cost: float) -> None:
+        """Take the measurements of all ranks before this batch, and update the loads. All ranks call it.
+
+        ``cost`` is that of the batch's samples without padding.
+        """
+        self._full = max(self._full, cost)
+        if self.timer is None:
+            return
+        both = zip(self._limits.max_samples, (int(row.limit) or None for row in rows), strict=True)
+        self.caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
+        part = self._full / _PARTS if self._by_cost else 1.0
+        self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in self.caps]
+        is_counted = batch > self._counted_from and any(row.cost for row in rows)
+        if is_counted and self._speeds.record([row.cost for row in rows], [row.seconds for row in rows]):
+            self.set_loads(self._speeds.loads, batch)
+            self._counted_from = batch + self._horizon + 1
+            self._log_split()
+        elif self._batches == WINDOW:
+            self._log_split()
 
     def discard_batch(self, batch: int, out_of_memory: Mapping[int, int]) -> None:
-        """Do not count the current batch, which some ranks skipped. All ranks call it with the same arguments.
+        """Halve the limits of ranks that ran out of memory with these shares. All ranks call it with the same.
 
-        Ranks in ``out_of_memory`` get at most half of these samples from now on, if other ranks have room.
+        They get at most half of these from now on, if other ranks have room.
         """
-        self._is_counted = False
         self._limits.halve(out_of_memory)
         for rank in out_of_memory:
             self.caps[rank] = self._limits.max_samples[rank]
@@ -135,50 +203,33 @@ class RankBalance:
             loads = [float(load) for load in state["loads"]]
         self.set_loads(loads, None)
 
-    def _end_batch(self) -> None:
-        """Record this rank's time of the last batch."""
-        if self.timer is None:
+    def _log_split(self) -> None:
+        """Log the split on rank 0, if it differs noticeably from the one that was logged last."""
+        loads, speeds = self._speeds.loads, self._speeds.speeds()
+        is_new = not self._logged or any(
+            abs(load - logged) * self._size > _LOGGED_CHANGE for load, logged in zip(loads, self._logged, strict=True)
+        )
+        if self._rank or not speeds or not is_new:
             return
-        samples = self._counts[self._rank] if self._counts else 0
-        self._largest = max(self._largest, samples)
-        time = self.timer.take()
-        if self._is_counted:
-            self._balancer.record(self._counted, [samples], [time or ElapsedTime()])
-        self._counted += self._is_counted
-        self._is_counted = False
-
-    def _exchange(self, batch: int | None) -> None:
-        """Exchange times and limits of memory, and update the loads."""
-        fits = None if self._device is None else samples_that_fit(self._device, self._largest)
-        rows = self._all_gather((self._balancer.message(), fits))
-        both = zip(self._limits.max_samples, (limit for _, limit in rows), strict=True)
-        self.caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
-        self._speeds.caps = list(self.caps)
-        before = split_within(self._full, self.loads, self.caps, self.minimum)
-        loads = self.loads
-        if self._balancer.receive([measured for measured, _ in rows], now=True):
-            loads = list(self._speeds.loads)
-        self._next_exchange = self._counted + self._speeds.interval
-        counts = split_within(self._full, loads, self.caps, self.minimum)
-        self._log_split(counts, is_new=counts != before)
-        if counts != before:
-            self.set_loads(loads, batch)
-
-    def _log_split(self, counts: Sequence[int], *, is_new: bool) -> None:
-        rates = self._speeds.rates(self._full)
-        if self._rank or not rates or not (is_new or (self._is_unlogged and self._counted >= _LOGGED_FROM)):
-            return
-        self._is_unlogged = False
-        equal = split_within(self._full, [1] * self._size, self.caps, self.minimum)
+        self._logged = loads
+        rates = [1 / speed for speed in speeds]
+        full, equal = self._full, [self._full / self._size] * self._size
+        if self._by_cost:
+            parts = ", ".join(f"rank {rank} {load:.0%}" for rank, load in enumerate(loads))
+            shares, costs = f"{parts} of the lengths", [load * full for load in loads]
+        else:
+            counts = split_within(int(full), loads, self.caps, self.minimum)
+            parts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+            shares, costs = f"{parts} of {int(full)} samples", list(map(float, counts))
         with log_to_stderr():
             _log.info(
-                "balance: %s%s of %d samples (alone %s samples/s); expected step %.3g ms, equal split %.3g ms",
-                "the split stays equal so far, " if counts == equal else "",
-                ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts)),
-                self._full,
-                listed_rates(rates),
-                1e3 * self._speeds.expected_seconds(counts),
-                1e3 * self._speeds.expected_seconds(equal),
+                "balance: %s%s (%s %s/s); expected step %.3g ms, with equal shares %.3g ms",
+                "the split stays equal so far, " if len(set(loads)) == 1 else "",
+                shares,
+                listed_rates(speeds),
+                "of the lengths" if self._by_cost else "samples",
+                1e3 * step_seconds(costs, rates),
+                1e3 * step_seconds(equal, rates),
             )
 
 

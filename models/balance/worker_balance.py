@@ -43,7 +43,7 @@ class WorkerBalance:
         """
         self._workers, self._logger, self._best_split = workers, logger, best_split
         names = [f"worker {rank}" for rank in range(workers.count)]
-        speeds = SpeedModel(names, logger if workers.is_first else _SILENT, minimum=workers.minimum, averages=True)
+        speeds = SpeedModel(names, logger if workers.is_first else _SILENT, minimum=workers.minimum)
         self._balancer = Balancer(speeds, partial(workers.all_gather, name="begin_epoch"))
         self._is_shared, self._reads_ahead = True, 0
         self._trial_left: int | None = None
@@ -51,10 +51,10 @@ class WorkerBalance:
         self.reports: list[WorkerReport] = []
         """Times of all workers in the last epoch, by rank; empty before its end."""
 
-    def record(self, step: int, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
-        """Record samples and compute time of each replica in a batch; ``step`` is the same on all workers."""
+    def record(self, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
+        """Record samples and compute time of each replica in a batch. All workers record each batch."""
         if self._workers.count > 1:
-            self._balancer.record(step, samples, times, partial(self._together, in_turn))
+            self._balancer.record(samples, times, partial(self._together, in_turn))
             self._balancer.measure()
             if self._trial_left is not None:
                 self._trial_left -= 1

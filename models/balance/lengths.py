@@ -1,0 +1,246 @@
+"""Lengths of samples: the cut of a global batch into parts of equal cost, and batches of similar lengths."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+_FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
+_PRECISION = 0.005  # relative, of the time of a step
+
+Costs = NDArray[np.float64]
+
+
+class Lengths:
+    """Cost of each sample of a data set: what its ``lengths`` say, such as tokens, frames, nodes or pixels."""
+
+    def __init__(self, lengths: Any, samples: int | None, *, padding: bool = True) -> None:
+        """Check the lengths of a data set of so many samples; None: unknown.
+
+        Args:
+            lengths: one number for each sample, by index: a list, array, tensor or column; or a function of the index.
+            samples: length of the data set.
+            padding: True if a batch costs its number of samples times its longest sample; False: the sum of lengths.
+
+        Raises:
+            TypeError: if it is neither.
+            ValueError: if the number of lengths is wrong, or one is negative or not finite; the message names it.
+        """
+        self.padding = padding
+        self._function: Callable[[Any], Any] | None = lengths if callable(lengths) else None
+        self._values: Costs | None = None
+        if self._function is not None:
+            return
+        if isinstance(lengths, str) or not hasattr(lengths, "__len__") or not hasattr(lengths, "__getitem__"):
+            raise TypeError(
+                f"lengths is {lengths!r}; expected one number for each sample of the data set, such as "
+                "[len(text) for text in texts] or a column, or a function from an index to a number"
+            )
+        values = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else lengths
+        values = values if isinstance(values, np.ndarray) else list(values)
+        try:
+            self._values = np.asarray(values, np.float64)
+        except (TypeError, ValueError):
+            self._values = None
+        if self._values is None or self._values.ndim != 1:
+            first = next((n for n, value in enumerate(values) if not isinstance(value, int | float | np.number)), 0)
+            shown = f"lengths[{first}] is of type {type(values[first]).__name__}" if len(values) else "lengths is empty"
+            raise TypeError(f"{shown}; expected a number, such as the sample's number of tokens")
+        if samples is not None and len(self._values) != samples:
+            raise ValueError(
+                f"lengths has {len(self._values)} numbers for the {samples} samples of the data set; expected one for "
+                "each, by index"
+            )
+        self._check(self._values, range(len(self._values)))
+
+    @property
+    def checksum(self) -> int | str:
+        """Number that is equal on all ranks if their lengths are."""
+        return "a function" if self._values is None else zlib.crc32(self._values.tobytes())
+
+    def of(self, indices: Sequence[Any]) -> Costs:
+        """Return the costs of samples.
+
+        Raises:
+            ValueError: if the function returns what is no number of 0 or more; the message names the index.
+        """
+        if self._values is not None:
+            try:
+                return self._values[np.asarray(indices, np.int64)]
+            except (TypeError, ValueError, IndexError) as error:
+                raise ValueError(
+                    f"lengths is a sequence, but the sampler draws indices such as {indices[0]!r}; expected whole "
+                    f"numbers below {len(self._values)}, or a function from an index to a number"
+                ) from error
+        assert self._function is not None
+        try:
+            costs = np.asarray([float(self._function(index)) for index in indices], np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"lengths({indices[0]!r}) returned no number; expected one for each index") from error
+        self._check(costs, indices)
+        return costs
+
+    def _check(self, costs: Costs, indices: Sequence[Any]) -> None:
+        wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+        if len(wrong):
+            place = int(wrong[0])
+            raise ValueError(
+                f"the length of sample {indices[place]} is {costs[place]}; expected a finite number, 0 or more"
+            )
+
+    def cost(self, costs: Costs) -> float:
+        """Return the cost of a batch of samples of these costs."""
+        if not len(costs):
+            return 0.0
+        return float(costs.max() * len(costs) if self.padding else costs.sum())
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the samples of several global batches are put into batches of similar lengths."""
+
+    lengths: Lengths
+    accumulate: int = 1
+    """Batches of one update, which are sorted together."""
+    by_parts: bool = False
+    """True if the batches of an update are cut together, whatever the number of samples of each."""
+    pool: int = 1
+    """Batches from which as many batches of similar lengths are formed, in random order."""
+
+    def batches(self, order: Iterator[list[Any]], seed: int, skip: int) -> Iterator[list[Any] | Update | None]:
+        """Return the global batches, or an update and None for each of its other batches, without ``skip`` samples.
+
+        An update that was begun is returned whole, because its first gradients are lost.
+        """
+        batches = self._pooled(order, seed) if self.pool > 1 else order
+        for group in _groups(batches, self.accumulate):
+            if self.by_parts:
+                samples = list(chain.from_iterable(group))
+                if skip < len(samples):
+                    yield Update(samples, len(group))
+                    yield from [None] * (len(group) - 1)
+                skip = max(0, skip - len(samples))
+                continue
+            for batch in self._sorted_together(group) if len(group) > 1 else group:
+                if skip <= 0:
+                    yield batch
+                skip -= len(batch)
+
+    def _pooled(self, order: Iterator[list[Any]], seed: int) -> Iterator[list[Any]]:
+        for number, group in enumerate(_groups(order, self.pool)):
+            formed = self._sorted_together(group)
+            random.Random(f"{seed} {number}").shuffle(formed)  # noqa: S311  no secret
+            yield from formed
+
+    def _sorted_together(self, batches: list[list[Any]]) -> list[list[Any]]:
+        """Return batches of the same sizes, in which the samples descend in length."""
+        samples = list(chain.from_iterable(batches))
+        descending = iter(np.argsort(-self.lengths.of(samples), kind="stable").tolist())
+        return [[samples[place] for place in islice(descending, len(batch))] for batch in batches]
+
+
+class Update(NamedTuple):
+    """Samples of one update of the weights, to be cut into parts for several steps."""
+
+    samples: list[Any]
+    steps: int
+
+
+def _groups(batches: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:
+    while group := list(islice(batches, size)):
+        yield group
+
+
+def ranks_by_speed(speeds: Sequence[float], before: Sequence[int]) -> list[int]:
+    """Return the ranks, fastest first; ranks of similar speed stay as they were before.
+
+    Costs do not tell all: if long samples take more time than their cost says, the rank that has them seems slower. It
+    keeps them, so that its speed is that of its samples.
+    """
+    order = list(before)
+    for end in range(1, len(order)):
+        for place in range(end, 0, -1):
+            if speeds[order[place]] <= _FASTER * speeds[order[place - 1]]:
+                break
+            order[place - 1 : place + 1] = order[place], order[place - 1]
+    return order
+
+
+def cut_by_cost(
+    costs: Costs,
+    speeds: Sequence[float],
+    caps: Sequence[float | None] | None = None,
+    minimum: int = 1,
+    *,
+    padding: bool = True,
+) -> list[NDArray[np.int64]]:
+    """Cut samples into consecutive parts in descending order of cost, so that the slowest part finishes first.
+
+    A part's time is its cost over its speed; its cost with ``padding`` is its number of samples times its largest cost,
+    else the sum. For a given time the first part takes what fits, then the second one, and so on; the least time in
+    which all samples fit is found by bisection, to 0.5 %.
+
+    Args:
+        costs: cost of each sample.
+        speeds: relative speed of each part, above 0; the first part gets the largest costs.
+        caps: maximum cost of each part; None: no limit. Caps that cannot hold the samples are scaled up.
+        minimum: smallest number of samples in a part, if there are enough samples for all parts.
+        padding: True if a part is padded to its longest sample.
+
+    Returns:
+        The positions of each part's samples, ascending. With fewer samples than parts the last parts are empty.
+    """
+    samples, parts = len(costs), len(speeds)
+    if not costs.any():
+        costs = np.ones_like(costs)
+    order = np.argsort(-costs, kind="stable")
+    descending = costs[order].tolist()
+    sums = [0.0, *np.cumsum(costs[order]).tolist()]
+    able = min(parts, max(1, samples // minimum))
+    limits = [math.inf if cap is None else float(cap) for cap in (caps or [None] * parts)[:able]]
+    pairs = list(zip(speeds[:able], limits, strict=True))
+
+    def counts_within(seconds: float, scale: float) -> list[int] | None:
+        begin, counts, kept = 0, [], samples - minimum * able
+        for speed, cap in pairs:
+            kept += minimum  # left for this part, when the others have the minimum
+            most = kept - begin if able > 1 else samples
+            limit = min(seconds * speed, scale * cap)
+            if not padding:
+                count = bisect_right(sums, sums[begin] + limit, begin, begin + most + 1) - 1 - begin
+            elif descending[begin] * most <= limit:
+                count = most
+            else:
+                count = int(limit / descending[begin] * (1 + 1e-12))
+            if count < minimum and count < samples:
+                return None
+            counts.append(count)
+            begin += count
+        return counts if begin == samples else None
+
+    low = sums[-1] / sum(speeds[:able])
+    high, scale, counts = low, 1.0, None
+    while counts is None:
+        low, high = high, high * 1.5
+        counts = counts_within(high, scale)
+        if counts is None and counts_within(math.inf, scale) is None:
+            scale *= 1.1  # the caps cannot hold the samples
+    while high - low > _PRECISION * low:
+        middle = (low + high) / 2
+        if (found := counts_within(middle, scale)) is None:
+            low = middle
+        else:
+            counts, high = found, middle
+    ends = np.cumsum(counts)
+    cut = [np.sort(part) for part in np.split(order, ends[:-1])]
+    return cut + [order[:0]] * (parts - able)
