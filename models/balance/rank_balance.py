@@ -223,7 +223,7 @@ class RankBalance:
             shares, costs = f"{parts} of {int(full)} samples", list(map(float, counts))
         with log_to_stderr():
             _log.info(
-                "balance: %s%s (%s %s/s); expected step %.3g ms, with equal shares %.3g ms",
+                "balance: %s%s (%s %s/s); expected step %.3g ms, equal split %.3g ms",
                 "the split stays equal so far, " if len(set(loads)) == 1 else "",
                 shares,
                 listed_rates(speeds),

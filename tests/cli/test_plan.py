@@ -4,7 +4,7 @@ import re
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.models.balance.speed_model import LinearFit, shortest_step
+from gangline.models.balance.speed_model import shortest_step, step_seconds
 
 
 def planned(*words: str) -> list[dict[str, object]]:
@@ -45,16 +45,15 @@ def test_plan_keeps_within_memory() -> None:
 
 
 def test_the_split_with_caps_is_the_fastest_one() -> None:
-    fits = [LinearFit(0.1, 0.5), LinearFit(0.0, 2.0), LinearFit(3.0, 1.0)]
+    rates, fixed = [0.5, 2.0, 1.0], [0.1, 0.0, 3.0]
     for caps in ([None, None, None], [4, None, 2], [5, 3, None]):
         size, most = 9, [9 if cap is None else cap for cap in caps]
-        counts = shortest_step(size, fits, caps=caps)
+        counts = shortest_step(size, rates, caps, [0, 0, 0], fixed=fixed)
         every = [
             (a, b, size - a - b) for a in range(most[0] + 1) for b in range(most[1] + 1) if 0 <= size - a - b <= most[2]
         ]
-        took = max(fit.seconds(n) for fit, n in zip(fits, counts, strict=True))
         assert sum(counts) == size
-        assert took == min(max(fit.seconds(n) for fit, n in zip(fits, split, strict=True)) for split in every)
+        assert step_seconds(counts, rates, fixed) == min(step_seconds(split, rates, fixed) for split in every)
 
 
 def test_wrong_usage_says_what_is_expected() -> None:

@@ -150,7 +150,7 @@ def test_the_split_and_its_gain_are_logged_by_rank_0(tmp_path: Path) -> None:
     first, last = spawn(logged, 2, str(tmp_path / "store"), threads=1)
     assert last == []
     assert first[0].startswith(("balance: rank 0 ", "balance: the split stays equal so far, rank 0 "))
-    assert " of 32 samples (alone " in first[0]
+    assert " of 32 samples (" in first[0]
     assert " samples/s); expected step " in first[0]
     assert " ms, equal split " in first[0]
 

@@ -55,7 +55,7 @@ def share_of_first(module: Module, size: int = 32) -> int:
     ("seconds", "shares"),
     [
         ((3e-3, 1e-3), [8, 24]),
-        ((5e-4, 5e-3), [30, 2]),
+        ((5e-4, 5e-3), [29, 3]),
         ((5e-4, 1e-3, 2e-3), [20, 10, 5]),
     ],
 )
