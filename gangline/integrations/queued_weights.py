@@ -27,8 +27,12 @@ class QueuedWeights(BalancedLoader):
     def next_weight(self) -> QueuedWeight:
         """Begin to train the next batch, and return its weight."""
         following = self._queue.popleft()
-        super()._begin_training(*following)
+        self.use_weight(following)
         return following
+
+    def use_weight(self, weight: QueuedWeight) -> None:
+        """Train the current batch with this weight."""
+        super()._begin_training(*weight)
 
     def _begin_training(self, weight: float, samples: int) -> None:
         self._queue.append(QueuedWeight(weight, samples))

@@ -25,8 +25,8 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
         trainer.train()
 
     Losses that are divided by num_items_in_batch are exact once the batches are cut. Losses that are means, over the
-    labels that are not -100 or over samples, are weighted by what this rank's batch counts. With one rank nothing
-    changes.
+    labels that are not -100 or over samples, have their gradients weighted by what this rank's batch counts. With one
+    rank nothing changes.
 
     Args:
         trainer: of transformers or of a class derived from it; it keeps its methods.
@@ -45,7 +45,7 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
         raise TypeError(f"trainer is a {kind.__name__}; expected a transformers.Trainer")
     if isinstance(trainer, _Balanced):
         raise ValueError("the trainer is balanced already; call balance() once")
-    for name in ("_prepare_for_training", "_run_epoch"):
+    for name in ("_prepare_for_training", "_run_epoch", "_finalize_training"):
         if not hasattr(kind, name):
             raise ValueError(
                 f"transformers {transformers.__version__} has no Trainer.{name}; expected version 5.3 or later"
@@ -80,14 +80,19 @@ class _Balanced(_Base):
     _current: QueuedWeight | None = None
     _divides_by_items: bool | None = None
 
+    def train(self: Any, *arguments: Any, **options: Any) -> Any:
+        """Train, and remove the hooks of the balanced loader."""
+        try:
+            return super().train(*arguments, **options)
+        finally:
+            if self._balanced is not None:
+                self._balanced.close()
+                self._balanced = None
+
     def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Replace the loader, now that the model has its wrapper."""
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._balanced is not None:
-            self._balanced.close()
-        self._balanced = QueuedWeights(
-            model, loader, count=self._counted, loss_reduction="normalized", **self._balance_options
-        )
+        self._balanced = QueuedWeights(model, loader, count=self._counted, **self._balance_options)
         self.callback_handler.train_dataloader = self._balanced
         return model, self._balanced
 
@@ -95,31 +100,42 @@ class _Balanced(_Base):
         with _skipping():
             return super()._run_epoch(*arguments, **options)
 
+    def _finalize_training(self: Any, *arguments: Any) -> Any:
+        """Average the losses since the last log step over ranks, as those that are logged."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*arguments)
+
     def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Read the batches of a step; labels of a repeated sample are not counted."""
         return super().get_batch_samples(map(self._without_repeated_labels, epoch_iterator), num_batches, device)
 
     def training_step(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Train one batch with its weight."""
+        """Train one batch with its weight; return the loss whose mean over ranks is that of the global batch."""
         self._current = self._balanced.next_weight()
         try:
-            return super().training_step(*arguments, **options)
+            loss = super().training_step(*arguments, **options)
+            weight = self._current.weight
+            return loss * weight if weight else torch.zeros_like(loss)  # a loss without weight may be NaN
         finally:
             self._current = None
 
     def compute_loss(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Return the loss whose mean over ranks is that of the global batch."""
-        if self._current is None:  # evaluation
-            return super().compute_loss(*arguments, **options)
+        """Return the loss of a batch; the gradient is weighted if this is a mean."""
         items = options.get("num_items_in_batch")
-        if items is not None and self._divides_by_items is None:
+        if self._current is None or items is None:  # evaluation, or a mean
+            return super().compute_loss(*arguments, **options)
+        of_mean = self._current
+        if self._divides_by_items is not False:
+            self._use_weight(QueuedWeight(float(of_mean.samples > 0), of_mean.samples))
+        if self._divides_by_items is None:
             model, inputs, *others = arguments
             before, buffers = _random_state(), [buffer.clone() for buffer in model.buffers()]
             with _Watch(items) as watch:
                 result = super().compute_loss(model, copy(inputs), *others, **options)  # users take labels out of it
             self._divides_by_items = watch.was_used or self.args.torch_compile
             if self._divides_by_items:
-                return _weighted(result, float(self._current.samples > 0))
+                return result
+            self._use_weight(of_mean)
             _random_state(before)  # the step begins again
             with torch.no_grad():
                 for buffer, value in zip(model.buffers(), buffers, strict=True):
@@ -127,14 +143,16 @@ class _Balanced(_Base):
             transformers.trainer.logger.warning_once(
                 f"The loss of {type(self.model).__name__} does not use num_items_in_batch; it is taken as a mean."
             )
-        if items is not None and self._divides_by_items:
-            return _weighted(super().compute_loss(*arguments, **options), float(self._current.samples > 0))
-        self.args.average_tokens_across_devices = False  # else Trainer multiplies the mean by the number of ranks
+        # Else Trainer multiplies the mean by the number of ranks.
+        self.args.average_tokens_across_devices = self._divides_by_items
         try:
-            result = super().compute_loss(*arguments, **options)
+            return super().compute_loss(*arguments, **options)
         finally:
             self.args.average_tokens_across_devices = True
-        return _weighted(result, self._current.weight)
+
+    def _use_weight(self: Any, weight: QueuedWeight) -> None:
+        self._current = weight
+        self._balanced.use_weight(weight)
 
     def _counted(self: Any, batch: Any) -> int | Tensor:
         """Return how much a loss that is a mean counts: labels that are not -100, else samples."""
@@ -147,13 +165,6 @@ class _Balanced(_Base):
         if not self._balanced.samples and isinstance(batch.get("labels"), Tensor):
             batch["labels"] = torch.full_like(batch["labels"], -100)
         return batch
-
-
-def _weighted(result: Any, weight: float) -> Any:
-    """Multiply a loss, or the loss of a pair with outputs; a loss without weight may be NaN."""
-    if isinstance(result, tuple):
-        return (_weighted(result[0], weight), *result[1:])
-    return result * weight if weight else torch.nan_to_num(result) * 0.0
 
 
 def _random_state(before: tuple[Tensor, Tensor | None] | None = None) -> tuple[Tensor, Tensor | None]:
