@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from gangline.models.balance.global_order import unprepared
+from gangline.models.data.accelerate_loaders import unprepared
 from tests.collectives.processes import Processes, Rank
 
 
