@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from gangline.integrations.queued_weights import QueuedWeights
+from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
 from gangline.models.data.batches import copy_loader
 
 
@@ -40,8 +40,13 @@ class Balance(Callback):
             count: function of a batch that returns how much the mean of its loss counts, such as the number of labels
                 that are not ignored; None: its samples.
             **options: of `gangline.balance`.
+
+        Raises:
+            TypeError: if there is no such option.
+            ValueError: if an option is invalid.
         """
         self._options = {"loads": loads, "count": count, **options}
+        check_options(self._options, "Balance()")
         self.loader: QueuedWeights | None = None
         """Balanced train loader of the current fit."""
         self._process: Any = None
@@ -62,6 +67,7 @@ class Balance(Callback):
                 f"Balance: {type(trainer.strategy).__name__} has {replicas} parts of the data for {trainer.world_size} "
                 "ranks; expected a strategy that gives each rank a part, such as 'ddp' or 'fsdp'"
             )
+        check_sizes(self._options, trainer.world_size)
         self._process = trainer.strategy.process_dataloader
         trainer.strategy.process_dataloader = partial(self._processed, trainer)
 

@@ -113,7 +113,7 @@ class BalancedLoader:
             nonlocal given, order, caps, outer, loader
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
-            given = _checked_loads(loads, size)
+            given = checked_loads(loads, size)
             if loss_reduction != "normalized":
                 check_not_balanced(networks)
             samples = global_batch
@@ -479,7 +479,8 @@ class _Steps:
         return getattr(self._owner._loader, name)
 
 
-def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
+def checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
+    """Return the loads of all ranks; ValueError or TypeError if one is no number above 0."""
     if isinstance(loads, str):
         if loads != "auto":
             raise ValueError(f"loads is {loads!r}; expected 'auto' or a number above 0 for each rank, such as [3, 1]")

@@ -15,7 +15,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -24,7 +23,7 @@ from torch.utils.data import (
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
-from gangline.models.data.batches import copy_loader, length_of
+from gangline.models.data.batches import length_of
 
 _CHUNK = 64  # global batches whose indices one message carries
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")

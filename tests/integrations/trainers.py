@@ -65,3 +65,11 @@ def trainer_of(
     arguments = TrainingArguments(folder, **quiet, **settings)
     data = samples if data is None else data
     return (kind or Trainer)(model=model or Means(), args=arguments, train_dataset=data, eval_dataset=samples[:2])
+
+
+def message(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

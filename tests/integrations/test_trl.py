@@ -1,0 +1,67 @@
+"""Trainers of trl under unequal shares: the weights of one process, or a refusal by name."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.trainers import told
+
+pytest.importorskip("trl")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+WORDS = [f"w{index}" for index in range(30)]
+
+
+def parts() -> tuple[Any, Any]:
+    """Return a small causal language model in float64, and its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(vocabulary), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_attention_heads=2)).double()
+    return model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def text(seed: int) -> str:
+    numbers = torch.randint(0, len(WORDS), (3 + seed % 5,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(WORDS[number] for number in numbers)
+
+
+def trained(folder: str, batch_size: int, loads: list[float] | None) -> list[Any]:
+    """Train by preferences; return the sum of each weight's squares, and the logged rewards."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from gangline.integrations.transformers import balance
+
+    names = ("prompt", "chosen", "rejected")
+    rows = [{name: text(3 * index + part) for part, name in enumerate(names)} for index in range(21)]
+    model, tokenizer = parts()
+    options: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    arguments = DPOConfig(
+        folder, per_device_train_batch_size=batch_size, num_train_epochs=1, logging_steps=1, learning_rate=0.1,
+        optim="sgd", gradient_checkpointing=False, disable_tqdm=True, **options,
+    )  # fmt: skip
+    data = Dataset.from_list(rows)
+    trainer = DPOTrainer(model, deepcopy(model), args=arguments, train_dataset=data, processing_class=tokenizer)
+    if loads:
+        trainer = balance(trainer, loads=loads)
+    trainer.train()
+    logged = [entry["rewards/chosen"] for entry in trainer.state.log_history if "rewards/chosen" in entry]
+    return [*(float(one.detach().square().sum()) for one in model.parameters()), *logged]
+
+
+def test_training_by_preferences_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+    [alone] = told(trained, tmp_path, 8, None, size=1)
+    for found in told(trained, tmp_path, 4, [3, 1]):
+        assert found == pytest.approx(alone, rel=1e-6, abs=1e-8)
