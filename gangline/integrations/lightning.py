@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
+from gangline.models.balance.rank_timer import waiting_for_ranks
+from gangline.models.current_batch import current_batch
 from gangline.models.data.batches import copy_loader
+from gangline.models.loss.gather_rows import gather_rows
 
 
 class Balance(Callback):
@@ -50,6 +55,7 @@ class Balance(Callback):
         self.loader: QueuedWeights | None = None
         """Balanced train loader of the current fit."""
         self._process: Any = None
+        self._gather: Any = None
         self._batches: Any = None  # what Lightning iterates
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,8 +74,21 @@ class Balance(Callback):
                 "ranks; expected a strategy that gives each rank a part, such as 'ddp' or 'fsdp'"
             )
         check_sizes(self._options, trainer.world_size)
-        self._process = trainer.strategy.process_dataloader
-        trainer.strategy.process_dataloader = partial(self._processed, trainer)
+        strategy = trainer.strategy
+        self._process, self._gather = strategy.process_dataloader, strategy.all_gather
+        strategy.process_dataloader = partial(self._processed, trainer)
+        strategy.all_gather = partial(self._gathered, trainer)
+
+    def _gathered(self, trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather as Lightning does; during training shares of unequal size, which cannot be stacked: [1, rows, ...]."""
+        if tensor.dim() and trainer.training:
+            rows = len(tensor) if current_batch().has_samples else 0
+            with waiting_for_ranks():
+                lengths = self._gather(torch.tensor(rows, device=tensor.device), group)
+            if lengths.min() != lengths.max():
+                with nullcontext() if sync_grads else torch.no_grad():
+                    return gather_rows(tensor, group).unsqueeze(0)
+        return self._gather(tensor, group, sync_grads)
 
     def _processed(self, trainer: Trainer, loader: Any) -> Any:
         loader = self._process(loader)
@@ -98,6 +117,7 @@ class Balance(Callback):
         del pl_module, stage
         if self._process is not None:
             trainer.strategy.process_dataloader, self._process = self._process, None
+            trainer.strategy.all_gather = self._gather
         if self.loader is not None:
             self.loader.close()
         self.loader = None

@@ -111,7 +111,7 @@ OPTIONS = [
     "TypeError: balance() of a Trainer has no option 'load'; expected loads, memory",
     "ValueError: stream is 'both'; expected 'own', 'same' or None",
     "TypeError: group is 'world'; expected a process group",
-    "TypeError: memory is 16; expected a list",
+    "TypeError: memory is 16; expected a maximum for each rank",
 ]
 SIZES = [
     "ValueError: loads is [3, 1, 1]; expected a number above 0 for each of 2 ranks",
