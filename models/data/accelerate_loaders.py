@@ -39,7 +39,8 @@ def unprepared(loader: Any) -> PreparedLoader | None:
     if kind.__name__ != "DataLoaderShard":
         raise ValueError(
             f"the loader is accelerate's {kind.__name__}, which has its own way of sharing batches out; expected a "
-            "DataLoaderShard: write Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
+            "DataLoaderShard: write Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False)), or "
+            'TrainingArguments(accelerator_config={"dispatch_batches": False})'
         )
     if loader.use_stateful_dataloader:
         raise ValueError(
