@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -14,7 +16,7 @@ def log_to_stderr() -> Iterator[None]:
     if logger.hasHandlers():
         yield
         return
-    handler = logging.StreamHandler()
+    handler = _AboveBars()
     handler.setFormatter(logging.Formatter("%(message)s"))
     level = logger.level
     logger.addHandler(handler)
@@ -25,3 +27,14 @@ def log_to_stderr() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+class _AboveBars(logging.StreamHandler):  # type: ignore[type-arg]  # not generic at run time
+    """Writes each line above the progress bars of tqdm, if there are any."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if getattr(bars, "_instances", None):
+            bars.write(self.format(record), file=self.stream)
+        else:
+            super().emit(record)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from gangline.integrations.queued_weights import QueuedWeights
+from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
+from gangline.models.balance.rank_timer import waiting_for_ranks
+from gangline.models.current_batch import current_batch
 from gangline.models.data.batches import copy_loader
+from gangline.models.loss.gather_rows import gather_rows
 
 
 class Balance(Callback):
@@ -40,11 +45,17 @@ class Balance(Callback):
             count: function of a batch that returns how much the mean of its loss counts, such as the number of labels
                 that are not ignored; None: its samples.
             **options: of `gangline.balance`.
+
+        Raises:
+            TypeError: if there is no such option.
+            ValueError: if an option is invalid.
         """
         self._options = {"loads": loads, "count": count, **options}
+        check_options(self._options, "Balance()")
         self.loader: QueuedWeights | None = None
         """Balanced train loader of the current fit."""
         self._process: Any = None
+        self._gather: Any = None
         self._batches: Any = None  # what Lightning iterates
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -62,8 +73,22 @@ class Balance(Callback):
                 f"Balance: {type(trainer.strategy).__name__} has {replicas} parts of the data for {trainer.world_size} "
                 "ranks; expected a strategy that gives each rank a part, such as 'ddp' or 'fsdp'"
             )
-        self._process = trainer.strategy.process_dataloader
-        trainer.strategy.process_dataloader = partial(self._processed, trainer)
+        check_sizes(self._options, trainer.world_size)
+        strategy = trainer.strategy
+        self._process, self._gather = strategy.process_dataloader, strategy.all_gather
+        strategy.process_dataloader = partial(self._processed, trainer)
+        strategy.all_gather = partial(self._gathered, trainer)
+
+    def _gathered(self, trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather as Lightning does; during training shares of unequal size, which cannot be stacked: [1, rows, ...]."""
+        if tensor.dim() and trainer.training:
+            rows = len(tensor) if current_batch().has_samples else 0
+            with waiting_for_ranks():
+                lengths = self._gather(torch.tensor(rows, device=tensor.device), group)
+            if lengths.min() != lengths.max():
+                with nullcontext() if sync_grads else torch.no_grad():
+                    return gather_rows(tensor, group).unsqueeze(0)
+        return self._gather(tensor, group, sync_grads)
 
     def _processed(self, trainer: Trainer, loader: Any) -> Any:
         loader = self._process(loader)
@@ -92,6 +117,7 @@ class Balance(Callback):
         del pl_module, stage
         if self._process is not None:
             trainer.strategy.process_dataloader, self._process = self._process, None
+            trainer.strategy.all_gather = self._gather
         if self.loader is not None:
             self.loader.close()
         self.loader = None

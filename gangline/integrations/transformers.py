@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
+from itertools import count
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 import transformers.trainer
-from accelerate.utils import find_batch_size
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
-from gangline.integrations.queued_weights import QueuedWeight, QueuedWeights
+from gangline.integrations.queued_weights import QueuedWeight, QueuedWeights, check_options, check_sizes
 
 T = TypeVar("T", bound=transformers.Trainer)
 
@@ -25,27 +29,29 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
         trainer.train()
 
     Losses that are divided by num_items_in_batch are exact once the batches are cut. Losses that are means, over the
-    labels that are not -100 or over samples, are weighted by what this rank's batch counts. With one rank nothing
-    changes.
+    labels that are not -100 or over samples, have their gradients weighted by what this rank's batch counts. With one
+    rank nothing changes.
 
     Args:
         trainer: of transformers or of a class derived from it; it keeps its methods.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
-        **options: of `gangline.balance`: memory, stream, group.
+        **options: of `gangline.balance`, such as memory, stream and group; not count, global_batch or loss_reduction.
 
     Returns:
         The same trainer.
 
     Raises:
-        TypeError: if it is no Trainer.
-        ValueError: if an argument of the Trainer cannot be combined with unequal batches.
+        TypeError: if it is no Trainer, or there is no such option.
+        ValueError: if an option is invalid, or the Trainer or one of its arguments cannot be combined with unequal
+            batches.
     """
+    options = {"loads": loads, **options}
     kind = type(trainer)
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"trainer is a {kind.__name__}; expected a transformers.Trainer")
     if isinstance(trainer, _Balanced):
         raise ValueError("the trainer is balanced already; call balance() once")
-    for name in ("_prepare_for_training", "_run_epoch"):
+    for name in ("_prepare_for_training", "_run_epoch", "_finalize_training"):
         if not hasattr(kind, name):
             raise ValueError(
                 f"transformers {transformers.__version__} has no Trainer.{name}; expected version 5.3 or later"
@@ -62,13 +68,54 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
     parts = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     if parts != 1:
         raise ValueError(f"{parts} ranks share each batch by tensor, context or sequence parallelism; expected 1")
+    check_options(options, "balance() of a Trainer", _LEFT_OUT)
     if trainer.args.world_size == 1:
         return trainer
+    if trainer.args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size is True, so a rank that runs out of memory goes on with a batch size of its own; "
+            "leave it out, and limit the samples of each rank by memory=, such as balance(trainer, memory=[16, 4])"
+        )
+    if hasattr(kind, "_generate_and_score_completions"):
+        raise ValueError(
+            f"{kind.__name__} generates completions and takes equal parts of what the ranks gather, so it cannot train "
+            "on unequal shares; train it without balance()"
+        )
+    batches = 1 if trainer.accelerator.split_batches else trainer.args.world_size
+    check_sizes(options, trainer.args.world_size, trainer.args.train_batch_size * batches)
+    _check_stream(trainer, options.get("stream"))
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
-    trainer._balance_options = {"loads": loads, **options}
+    trainer._balance_options = options
     return trainer
 
 
+_LEFT_OUT = {
+    "count": "what a loss counts is known from the labels",
+    "loss_reduction": "what a loss counts is known from the labels",
+    "global_batch": "it is per_device_train_batch_size times the number of ranks",
+}
+
+
+def _check_stream(trainer: transformers.Trainer, stream: str | None) -> None:
+    is_stream, kind = isinstance(trainer.train_dataset, IterableDataset), type(trainer.train_dataset).__name__
+    if stream is not None and not is_stream and trainer.train_dataset is not None:
+        raise ValueError(f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out")
+    if not is_stream:
+        return
+    if trainer.accelerator.dispatch_batches is not False:
+        raise ValueError(
+            f"the {kind} is an IterableDataset, whose batches rank 0 would cut to equal parts; write "
+            'TrainingArguments(accelerator_config={"dispatch_batches": False}), and balance(trainer, stream="same") if '
+            "all ranks read the same samples in the same order"
+        )
+    if stream is None:
+        raise ValueError(
+            f'stream is None, but the {kind} is an IterableDataset; write balance(trainer, stream="same") if all ranks '
+            'read the same samples in the same order, or stream="own" if each rank reads samples of its own'
+        )
+
+
+_trainings = count()  # the same on all ranks
 _Base: Any = object
 
 
@@ -80,14 +127,40 @@ class _Balanced(_Base):
     _current: QueuedWeight | None = None
     _divides_by_items: bool | None = None
 
+    def train(self: Any, *arguments: Any, **options: Any) -> Any:
+        """Train, and remove the hooks of the balanced loader. If a rank runs out of memory, all errors say so."""
+        key = f"gangline/out of memory/{next(_trainings)}"
+        try:
+            return super().train(*arguments, **options)
+        except RuntimeError as error:
+            self._raise_out_of_memory(error, key)
+            raise
+        finally:
+            if self._balanced is not None:
+                self._balanced.close()
+                self._balanced = None
+
+    def _raise_out_of_memory(self: Any, error: RuntimeError, key: str) -> None:
+        """Raise an error that names the rank whose memory was exhausted, if one told so under this key of the store."""
+        store, current = dist.distributed_c10d._get_default_store(), self._balanced and self._balanced.current
+        if should_reduce_batch_size(error) and current is not None:
+            ranks, rank = self.args.world_size, self.args.process_index
+            caps = [self._balanced.global_batch] * ranks
+            caps[rank] = max(current.samples // 2, 1)
+            store.set(
+                key,
+                f"rank {rank} ran out of memory with {current.samples} samples; limit the samples of each rank, as by "
+                f"balance(trainer, memory={caps}), or lower per_device_train_batch_size",
+            )
+        with suppress(dist.DistError):  # the store has ended with rank 0
+            if store.check([key]):
+                kind = torch.OutOfMemoryError if should_reduce_batch_size(error) else RuntimeError
+                raise kind(store.get(key).decode()) from error
+
     def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """Replace the loader, now that the model has its wrapper."""
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._balanced is not None:
-            self._balanced.close()
-        self._balanced = QueuedWeights(
-            model, loader, count=self._counted, loss_reduction="normalized", **self._balance_options
-        )
+        self._balanced = QueuedWeights(model, loader, count=self._counted, **self._balance_options)
         self.callback_handler.train_dataloader = self._balanced
         return model, self._balanced
 
@@ -95,31 +168,42 @@ class _Balanced(_Base):
         with _skipping():
             return super()._run_epoch(*arguments, **options)
 
+    def _finalize_training(self: Any, *arguments: Any) -> Any:
+        """Average the losses since the last log step over ranks, as those that are logged."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
+        return super()._finalize_training(*arguments)
+
     def get_batch_samples(self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Read the batches of a step; labels of a repeated sample are not counted."""
         return super().get_batch_samples(map(self._without_repeated_labels, epoch_iterator), num_batches, device)
 
     def training_step(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Train one batch with its weight."""
+        """Train one batch with its weight; return the loss whose mean over ranks is that of the global batch."""
         self._current = self._balanced.next_weight()
         try:
-            return super().training_step(*arguments, **options)
+            loss = super().training_step(*arguments, **options)
+            weight = self._current.weight
+            return loss * weight if weight else torch.zeros_like(loss)  # a loss without weight may be NaN
         finally:
             self._current = None
 
     def compute_loss(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Return the loss whose mean over ranks is that of the global batch."""
-        if self._current is None:  # evaluation
-            return super().compute_loss(*arguments, **options)
+        """Return the loss of a batch; the gradient is weighted if this is a mean."""
         items = options.get("num_items_in_batch")
-        if items is not None and self._divides_by_items is None:
+        if self._current is None or items is None:  # evaluation, or a mean
+            return super().compute_loss(*arguments, **options)
+        of_mean = self._current
+        if self._divides_by_items is not False:
+            self._use_weight(QueuedWeight(float(of_mean.samples > 0), of_mean.samples))
+        if self._divides_by_items is None:
             model, inputs, *others = arguments
             before, buffers = _random_state(), [buffer.clone() for buffer in model.buffers()]
             with _Watch(items) as watch:
                 result = super().compute_loss(model, copy(inputs), *others, **options)  # users take labels out of it
             self._divides_by_items = watch.was_used or self.args.torch_compile
             if self._divides_by_items:
-                return _weighted(result, float(self._current.samples > 0))
+                return result
+            self._use_weight(of_mean)
             _random_state(before)  # the step begins again
             with torch.no_grad():
                 for buffer, value in zip(model.buffers(), buffers, strict=True):
@@ -127,33 +211,28 @@ class _Balanced(_Base):
             transformers.trainer.logger.warning_once(
                 f"The loss of {type(self.model).__name__} does not use num_items_in_batch; it is taken as a mean."
             )
-        if items is not None and self._divides_by_items:
-            return _weighted(super().compute_loss(*arguments, **options), float(self._current.samples > 0))
-        self.args.average_tokens_across_devices = False  # else Trainer multiplies the mean by the number of ranks
+        # Else Trainer multiplies the mean by the number of ranks.
+        self.args.average_tokens_across_devices = self._divides_by_items
         try:
-            result = super().compute_loss(*arguments, **options)
+            return super().compute_loss(*arguments, **options)
         finally:
             self.args.average_tokens_across_devices = True
-        return _weighted(result, self._current.weight)
+
+    def _use_weight(self: Any, weight: QueuedWeight) -> None:
+        self._current = weight
+        self._balanced.use_weight(weight)
 
     def _counted(self: Any, batch: Any) -> int | Tensor:
         """Return how much a loss that is a mean counts: labels that are not -100, else samples."""
         labels = batch.get("labels") if hasattr(batch, "get") else None
         if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return int(find_batch_size(batch) or 0)
+            return next((len(part) for part in tree_leaves(batch) if isinstance(part, Tensor) and part.dim()), 0)
         return (labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum()
 
     def _without_repeated_labels(self: Any, batch: Any) -> Any:
         if not self._balanced.samples and isinstance(batch.get("labels"), Tensor):
             batch["labels"] = torch.full_like(batch["labels"], -100)
         return batch
-
-
-def _weighted(result: Any, weight: float) -> Any:
-    """Multiply a loss, or the loss of a pair with outputs; a loss without weight may be NaN."""
-    if isinstance(result, tuple):
-        return (_weighted(result[0], weight), *result[1:])
-    return result * weight if weight else torch.nan_to_num(result) * 0.0
 
 
 def _random_state(before: tuple[Tensor, Tensor | None] | None = None) -> tuple[Tensor, Tensor | None]:

@@ -26,7 +26,6 @@ from gangline.models.balance.global_order import (
     order_of,
     own_iteration,
     sampler_of,
-    unprepared,
 )
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
@@ -34,9 +33,10 @@ from gangline.models.balance.lengths import Arrangement, Lengths
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
-from gangline.models.balance.rank_timer import RankTimer
+from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
+from gangline.models.data.accelerate_loaders import gather_unequal, unprepared
 from gangline.models.data.batches import copy_loader, length_of
 
 LossReduction = Literal["mean", "sum", "normalized"]
@@ -126,7 +126,7 @@ class BalancedLoader:
             nonlocal given, order, caps, outer, loader, arrangement
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
-            given = _checked_loads(loads, size)
+            given = checked_loads(loads, size)
             if loss_reduction != "normalized":
                 check_not_balanced(networks)
             samples = global_batch
@@ -197,8 +197,10 @@ class BalancedLoader:
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
         self._outer = self._steps if outer is None else outer
+        self._restore: Callable[[], Any] = lambda: None
         if outer is not None:
             outer.base_dataloader = self._steps
+            self._restore = weakref.finalize(self, gather_unequal(outer, waiting_for_ranks))
         self._weights = GradientWeights(networks) if loss_reduction != "normalized" else None
         reduction = None
         if self._weights is not None and self._trains_as_read:
@@ -417,6 +419,7 @@ class BalancedLoader:
         self._lockstep.leave()
         self._exchange.wait(EXIT_SECONDS)
         _open.discard(self._lockstep)
+        self._restore()
         self._balance.close()
         if self._weights is not None:
             self._weights.close()
@@ -517,7 +520,8 @@ class _Steps:
         return getattr(self._owner._loader, name)
 
 
-def _checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
+def checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
+    """Return the loads of all ranks; ValueError or TypeError if one is no number above 0."""
     if isinstance(loads, str):
         if loads != "auto":
             raise ValueError(f"loads is {loads!r}; expected 'auto' or a number above 0 for each rank, such as [3, 1]")

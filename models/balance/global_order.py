@@ -1,8 +1,4 @@
-"""Global order: the batches of all ranks together, as indices of the data set; and the sampler of one rank's part.
-
-Loaders from accelerate's `prepare` have their inner DataLoader replaced. accelerate itself is not imported: a script
-that holds such a loader has done so.
-"""
+"""Global order: the batches of all ranks together, as indices of the data set; and the sampler of one rank's part."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +17,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -31,7 +26,7 @@ from gangline.models.balance.lengths import Arrangement, Update
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
-from gangline.models.data.batches import copy_loader, length_of
+from gangline.models.data.batches import length_of
 
 _CHUNK = 64  # global batches whose indices one message carries
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
@@ -304,15 +299,6 @@ class ShareSampler(Sampler[list[Any]]):
         return self._order.length
 
 
-class PreparedLoader(NamedTuple):
-    """Loader inside one that accelerate prepared."""
-
-    loader: DataLoader[Any]
-    """DataLoader as it was before `prepare`."""
-    global_batch: int | None
-    """Samples of all ranks in a step if the batch size counts them (split_batches); else None."""
-
-
 def own_iteration(loader: Any) -> str | None:
     """Describe how a loader's iteration differs from a torch DataLoader's; None: it does not."""
     kind = type(loader)
@@ -320,44 +306,3 @@ def own_iteration(loader: Any) -> str | None:
         return f"the {kind.__name__} is not a torch DataLoader"
     changed = [name for name in _ITERATION if getattr(kind, name) is not getattr(DataLoader, name)]
     return f"the {kind.__name__} is a DataLoader with a {changed[0]} of its own" if changed else None
-
-
-def unprepared(loader: Any) -> PreparedLoader | None:
-    """Return the DataLoader inside one that accelerate prepared, if it can be cut; None for other loaders."""
-    kind = type(loader)
-    if not kind.__module__.startswith("accelerate."):
-        return None
-    if kind.__name__ != "DataLoaderShard":
-        raise ValueError(
-            f"the loader is accelerate's {kind.__name__}, which has its own way of sharing batches out; expected a "
-            "DataLoaderShard: write Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
-        )
-    if loader.use_stateful_dataloader:
-        raise ValueError(
-            "the loader was prepared with use_stateful_dataloader=True, whose state does not know the split; leave it "
-            "out, and use state_dict() of the loader that balance() returns"
-        )
-    base: DataLoader[Any] = loader.base_dataloader
-    if isinstance(base.dataset, IterableDataset):
-        return _of_stream(base)
-    shard: Any = base.batch_sampler
-    batches, is_global = shard, False
-    if type(shard).__name__ == "BatchSamplerShard":
-        batches, is_global = shard.batch_sampler, shard.split_batches
-    if type(batches) is BatchSampler:
-        plain = copy_loader(base, batch_size=batches.batch_size, sampler=batches.sampler, drop_last=batches.drop_last)
-        return PreparedLoader(plain, batches.batch_size if is_global else None)
-    if is_global:
-        raise ValueError(
-            f"split_batches=True with a {type(batches).__name__}: the lists of a batch sampler of one's own cannot be "
-            "global batches; leave split_batches out"
-        )
-    return PreparedLoader(copy_loader(base, batch_sampler=batches), None)
-
-
-def _of_stream(base: DataLoader[Any]) -> PreparedLoader:
-    part: Any = base.dataset
-    if type(part).__name__ != "IterableDatasetShard":
-        return PreparedLoader(base, None)
-    plain = copy_loader(base, dataset=part.dataset, batch_size=part.batch_size, drop_last=part.drop_last)
-    return PreparedLoader(plain, part.batch_size if part.split_batches else None)

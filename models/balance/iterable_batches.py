@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.models.balance.global_order import check_global_batch, own_iteration
 from gangline.models.balance.lockstep import Piece
@@ -35,6 +35,12 @@ def check_stream(loader: Any, stream: str | None, global_batch: int | None, rank
             raise ValueError(f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out")
         own = f"the {kind} is an IterableDataset"
     if stream not in ("own", "same"):
+        for name in ("loader", "_dataloader"):  # of timm's PrefetchLoader and of Lightning Fabric
+            if isinstance(getattr(loader, name, None), DataLoader):
+                raise ValueError(
+                    f"the {type(loader).__name__} wraps a DataLoader, whose batches it may read ahead; write "
+                    f"balance(model, loader.{name}), iterate the result, and move its batches to the device in the loop"
+                )
         raise ValueError(
             f'stream is {stream!r}, but {own}, whose batches are cut as they come; write balance(..., stream="own") if '
             'each rank reads samples of its own, or stream="same" if all ranks read the same samples in the same '

@@ -128,7 +128,7 @@ def source(
             raise ValueError(f"{what} is a tuple of {len(arrays)}; expected (data, labels)")
         pair = as_batch(arrays[0], f"{what}[0]"), None if arrays[1] is None else as_batch(arrays[1], f"{what}[1]")
         return _Arrays(*pair, _checked_batch_size(batch_size, what), shuffle, seed, what, pin=pin)
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+    if _is_map_style(data, batch_size):
         return _Samples(data, _checked_batch_size(batch_size, what), shuffle, seed, pin=pin)
     if isinstance(data, (torch.Tensor, np.ndarray, dict, str)) or not isinstance(data, Iterable):
         raise TypeError(
@@ -144,6 +144,15 @@ def source(
     ):
         return _Loader(data)
     return _Iterable(data, what)
+
+
+def _is_map_style(data: Any, batch_size: int | None) -> bool:
+    """Return whether data are samples by index: a torch Dataset, or with a batch size one of Hugging Face."""
+    if isinstance(data, Dataset):
+        return not isinstance(data, IterableDataset)
+    if batch_size is None or isinstance(data, (torch.Tensor, np.ndarray, dict, str, list, DataLoader)):
+        return False
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def _checked_batch_size(batch_size: int | None, what: str) -> int:

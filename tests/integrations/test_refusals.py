@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from gangline.models.balance.global_order import unprepared
+from gangline.models.data.accelerate_loaders import unprepared
 from tests.collectives.processes import Processes, Rank
+from tests.integrations.trainers import message
 
 
 class Stream(IterableDataset[int]):
@@ -35,14 +35,6 @@ def test_loaders_of_accelerate_that_share_batches_out_themselves_are_refused() -
     own = DataLoader(range(10), batch_sampler=Own(SequentialSampler(range(10)), 2, False))
     with pytest.raises(ValueError, match="split_batches=True with a Own"):
         unprepared(prepared(own, split_batches=True))
-
-
-def message(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def refusals_of_trainers(rank: Rank, folder: str) -> None:

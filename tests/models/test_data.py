@@ -43,6 +43,15 @@ class Counted(Dataset[tuple[torch.Tensor, int]]):
         return torch.tensor([index * 1.0, index / 10]), index
 
 
+class ByIndex:
+    """The samples of `Counted` in a class that is no torch Dataset, as those of Hugging Face."""
+
+    __len__, __getitem__ = Counted.__len__, Counted.__getitem__
+
+    def __init__(self) -> None:
+        self.samples, self.read = SAMPLES, []
+
+
 class Stream(IterableDataset[Any]):
     """Iterable dataset of the same samples, or of batches of ``batch``; it has no length."""
 
@@ -81,7 +90,7 @@ ORDERED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 # -- arrays and datasets --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [arrays, Counted])
+@pytest.mark.parametrize("data", [arrays, Counted, ByIndex])
 def test_batches_have_the_size_asked_for_but_the_last_and_keep_the_order_without_shuffle(
     data: Callable[[], Any],
 ) -> None:

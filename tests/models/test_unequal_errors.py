@@ -64,6 +64,13 @@ def stream_of(make: Callable[[int], Any], batch_size: int | None = 4, **options:
     return lambda: list(balanced(user, **{"stream": "own", **options}))
 
 
+class Wrapped:
+    """A prefetcher or a wrapper around a DataLoader, under the name that its package gives it."""
+
+    def __init__(self, name: str, loader: DataLoader[Any]) -> None:
+        setattr(self, name, loader)
+
+
 def refusals(comm: Communicator, path: str, backend: str) -> None:
     join(comm, path, backend)
     rank = comm.rank
@@ -89,6 +96,12 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(lambda: gangline.balance(None, plain), "balance() is a NoneType; expected the network")  # type: ignore[arg-type]
     check_refused(of(plain, group="world"), "group is 'world'; expected a process group")
     check_refused(lambda: gangline.balance(nn.Linear(1, 1), data), "is a Numbers, a data set; expected a DataLoader")
+    for name in ("loader", "_dataloader"):
+        wrapped: Any = Wrapped(name, plain)
+        check_refused(
+            of(wrapped),
+            f"the Wrapped wraps a DataLoader, whose batches it may read ahead; write balance(model, loader.{name})",
+        )
     check_refused(lambda: balanced(plain).load_state_dict(wrong), "has no batch, samples, seed, split; expected what")
 
     check_refused(of(plain, memory=[2, 3]), "memory is [2, 3], together 5 samples; expected the global batch of 8 or")

@@ -1,0 +1,113 @@
+"""Loaders of accelerate: the DataLoader inside a prepared one, and gathers of shares of unequal size.
+
+accelerate is imported only where a script has prepared a loader.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from gangline.models.current_batch import current_batch
+from gangline.models.data.batches import copy_loader
+
+_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Prepared loaders whose batches are split unequally."""
+
+
+class PreparedLoader(NamedTuple):
+    """Loader inside one that accelerate prepared."""
+
+    loader: DataLoader[Any]
+    """DataLoader as it was before `prepare`."""
+    global_batch: int | None
+    """Samples of all ranks in a step if the batch size counts them (split_batches); else None."""
+
+
+def unprepared(loader: Any) -> PreparedLoader | None:
+    """Return the DataLoader inside one that accelerate prepared, if it can be cut; None for other loaders."""
+    kind = type(loader)
+    if not kind.__module__.startswith("accelerate."):
+        return None
+    if kind.__name__ != "DataLoaderShard":
+        raise ValueError(
+            f"the loader is accelerate's {kind.__name__}, which has its own way of sharing batches out; expected a "
+            "DataLoaderShard: write Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False)), or "
+            'TrainingArguments(accelerator_config={"dispatch_batches": False})'
+        )
+    if loader.use_stateful_dataloader:
+        raise ValueError(
+            "the loader was prepared with use_stateful_dataloader=True, whose state does not know the split; leave it "
+            "out, and use state_dict() of the loader that balance() returns"
+        )
+    base: DataLoader[Any] = loader.base_dataloader
+    if isinstance(base.dataset, IterableDataset):
+        return _of_stream(base)
+    shard: Any = base.batch_sampler
+    batches, is_global = shard, False
+    if type(shard).__name__ == "BatchSamplerShard":
+        batches, is_global = shard.batch_sampler, shard.split_batches
+    if type(batches) is BatchSampler:
+        plain = copy_loader(base, batch_size=batches.batch_size, sampler=batches.sampler, drop_last=batches.drop_last)
+        return PreparedLoader(plain, batches.batch_size if is_global else None)
+    if is_global:
+        raise ValueError(
+            f"split_batches=True with a {type(batches).__name__}: the lists of a batch sampler of one's own cannot be "
+            "global batches; leave split_batches out"
+        )
+    return PreparedLoader(copy_loader(base, batch_sampler=batches), None)
+
+
+def _of_stream(base: DataLoader[Any]) -> PreparedLoader:
+    part: Any = base.dataset
+    if type(part).__name__ != "IterableDatasetShard":
+        return PreparedLoader(base, None)
+    plain = copy_loader(base, dataset=part.dataset, batch_size=part.batch_size, drop_last=part.drop_last)
+    return PreparedLoader(plain, part.batch_size if part.split_batches else None)
+
+
+def gather_unequal(loader: Any, waiting: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Let accelerate gather tensors whose number of rows differs over the ranks, until the returned function is called.
+
+    A repeated sample of weight 0 is left out. ``loader`` is the prepared loader; in the context of ``waiting`` this
+    rank waits for others.
+    """
+    from accelerate.state import GradientState
+    from accelerate.utils import operations
+
+    plain = inspect.unwrap(operations._gpu_gather)  # by this name accelerate's gather and gather_for_metrics call it
+    _loaders.add(loader)
+
+    def gather_one(tensor: torch.Tensor) -> Any:
+        if not tensor.dim():
+            return plain(tensor)
+        trained = GradientState().active_dataloader
+        is_repeated = not current_batch().has_samples and (trained is None or trained in _loaders)
+        own = tensor.detach()[: 0 if is_repeated else None]
+        lengths = plain(torch.tensor([len(own)], device=tensor.device)).tolist()
+        if min(lengths) == max(lengths):
+            return plain(own)
+        padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        padded[: len(own)] = own
+        parts = zip(plain(padded).split(max(lengths)), lengths, strict=True)
+        return torch.cat([part[:length] for part, length in parts])
+
+    @functools.wraps(plain)
+    def gather(tensors: Any) -> Any:
+        with waiting():
+            return operations.recursively_apply(gather_one, tensors, error_on_other_type=True)
+
+    def restore() -> None:
+        _loaders.discard(loader)
+        if not _loaders:
+            operations._gpu_gather = plain
+
+    operations._gpu_gather = gather
+    return restore

@@ -1,0 +1,46 @@
+"""Gathers of accelerate in loops over a balanced loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gangline
+from tests.integrations.trainers import told
+
+
+def gathers(folder: str) -> list[Any]:
+    del folder
+    from accelerate import Accelerator
+    from accelerate.utils import operations
+
+    plain = operations._gpu_gather
+    accelerator = Accelerator(cpu=True)
+    numbers = TensorDataset(torch.arange(1.0, 26.0).reshape(-1, 1))
+    model, train, whole = accelerator.prepare(nn.Linear(1, 1), DataLoader(numbers, 4), DataLoader(numbers, 13))
+    found: list[Any] = []
+    with gangline.balance(model, train, loads=[3, 1], global_batch=12) as loader:
+        for (x,) in loader:
+            own = x[: loader.samples].flatten().tolist()
+            found.append([accelerator.gather_for_metrics(x).flatten().tolist(), own])
+            for (y,) in whole:
+                found[-1].append(len(accelerator.gather(y)))  # an evaluation has no repeated samples
+        found.append(len(accelerator.gather(torch.zeros(2 + accelerator.process_index))))
+    assert operations._gpu_gather is plain
+    return found
+
+
+def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    batches = [list(range(1, 13)), list(range(13, 25)), [25]]
+    for ends, found in zip(([9, 9, 1], [0, 0, 0]), told(gathers, tmp_path), strict=True):
+        for batch, end, (rows, own, size) in zip(batches, ends, found[:-1], strict=True):
+            assert rows == batch
+            assert own == (batch[:end] if ends[0] else batch[9:])
+            assert size == 26
+        assert found[-1] == 5
