@@ -73,6 +73,7 @@ class BalancedLoader:
         padding: bool = True,
         accumulate: int = 1,
         pool: int = 1,
+        budget: float | None = None,
     ) -> None:
         """Split a loader's batches over the ranks.
 
@@ -92,12 +93,14 @@ class BalancedLoader:
                 "same" if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
             group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
             lengths: cost of each sample by its index in the data set, such as its number of tokens: a sequence, or a
-                function from an index to a number. Each global batch keeps its samples, and is cut by cost: each rank
-                gets samples of similar length. ``loads`` and ``memory`` are then of cost, not of samples.
+                function from an index to a number; for streams a function of a sample. Each global batch keeps its
+                samples and is cut by cost: each rank gets samples of similar length. ``loads`` and ``memory`` are then
+                of cost, not of samples.
             padding: True if the loader pads each share to its longest sample, which then costs as much as all others.
             accumulate: global batches of one update of the weights, which are sorted together by ``lengths``. With
                 loss_reduction="normalized" each step has a part of equal cost, else as many samples as before.
             pool: form batches of similar lengths from so many global batches, in random order; 1: keep the order.
+            budget: with stream="own" and ``lengths``, cost of a global batch: each rank fills its part of it.
 
         Raises:
             RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
@@ -140,7 +143,7 @@ class BalancedLoader:
             dataset = getattr(loader, "dataset", None)
             if memory is not None and memory != "auto":
                 caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
-            arrangement = _arrangement(lengths, loader, order, padding, accumulate, pool, loss_reduction)
+            arrangement = _arrangement(lengths, loader, stream, padding, accumulate, pool, budget, loss_reduction)
             settings = {
                 "the type of the data set": type(dataset).__name__,
                 "the length of the data set": length_of(dataset),
@@ -159,6 +162,7 @@ class BalancedLoader:
                 "padding": padding,
                 "accumulate": accumulate,
                 "pool": pool,
+                "budget": budget,
             }
             settings |= {} if order is None else order.settings
             drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
@@ -188,7 +192,12 @@ class BalancedLoader:
         self._user_loader = self._loader = loader
         self._source: ShareSampler | IterableBatches
         if order is None:
-            self._source = IterableBatches(loader, stream == "same", self.global_batch, self._balance, rank)
+            self._source = IterableBatches(
+                loader, stream == "same", self.global_batch, self._balance, rank, arrangement, budget or 0.0
+            )
+            if arrangement is not None:  # samples are collated when they are cut
+                sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+                self._loader = copy_loader(loader, collate_fn=list, **sizes)
         else:
             if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in of_orders else max(of_orders)
@@ -205,7 +214,8 @@ class BalancedLoader:
         reduction = None
         if self._weights is not None and self._trains_as_read:
             self._weights.reduction = reduction = reduction_of(networks)
-        smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
+        drops = order is None and budget is None and getattr(loader, "drop_last", False)
+        smallest = self.global_batch if drops else 1
         self._lockstep = Lockstep(
             self._exchange, self._balance, reduction, count, is_mean=loss_reduction == "mean", smallest=smallest
         )
@@ -427,22 +437,34 @@ class BalancedLoader:
 
 
 def _arrangement(
-    lengths: Any, loader: Any, order: GlobalOrder | None, padding: bool, accumulate: int, pool: int, reduction: str
+    lengths: Any,
+    loader: Any,
+    stream: Stream | None,
+    padding: bool,
+    accumulate: int,
+    pool: int,
+    budget: float | None,
+    reduction: LossReduction,
 ) -> Arrangement | None:
     """Check what arranges samples by their lengths; None: lengths are not given."""
     for name, value in {"accumulate": accumulate, "pool": pool}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
-        if value > 1 and lengths is None:
-            raise ValueError(f"{name} is {value}, but lengths is not given; pass the length of each sample")
+        if value > 1 and (lengths is None or stream == "own"):
+            raise ValueError(f"{name} is {value}; expected lengths of samples that all ranks read, or {name}=1")
+    if (budget is not None) != (stream == "own" and lengths is not None) or not (budget is None or budget > 0):
+        raise ValueError(
+            f'budget is {budget!r}; with stream="own" and lengths, expected the cost of a global batch, such as its '
+            "number of tokens; else None"
+        )
     if lengths is None:
         return None
-    if order is None:
+    if stream is not None and (not callable(lengths) or own_iteration(loader) or loader.batch_size is None):
         raise ValueError(
-            "lengths are by index of the data set, but the loader is a stream; leave them out, or give a DataLoader "
-            "over a map-style data set"
+            "lengths of a stream are those of its samples; expected a function from a sample to a number, such as "
+            'lambda sample: len(sample["input_ids"]), and a torch DataLoader with a batch_size'
         )
-    checked = Lengths(lengths, length_of(loader.dataset), padding=padding)
+    checked = Lengths(lengths, None if stream is not None else length_of(loader.dataset), padding=padding)
     return Arrangement(checked, accumulate, by_parts=accumulate > 1 and reduction == "normalized", pool=pool)
 
 

@@ -268,35 +268,37 @@ class ShareSampler(Sampler[list[Any]]):
                 assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
                 return
             if (batch := self._known.popleft()) is not None:
-                shares.extend(self._cut(number, batch))
+                shares.extend(shares_of(batch, number, self._balance, self._rank, self._arrangement))
             share, piece = shares.popleft()
             self._drawn.append(piece)
             yield share
-
-    def _cut(self, number: int, batch: list[Any] | Update) -> Iterator[tuple[list[Any], Piece]]:
-        """Return this rank's share of each step of a global batch or update."""
-        samples, steps = batch if isinstance(batch, Update) else (batch, 1)
-        if self._arrangement is None:
-            counts = self._balance.counts(number, len(samples))
-            own, begin = counts[self._rank], sum(counts[: self._rank])
-            share = samples[begin : begin + own] or samples[:1] * self._balance.minimum
-            yield share, Piece(own, None, len(samples), own)
-            return
-        lengths = self._arrangement.lengths
-        costs = lengths.of(samples)
-        for cut in self._balance.cut(number, costs, steps, padding=lengths.padding):
-            places = cut[self._rank]
-            share = [samples[place] for place in places] or [samples[int(costs.argmin())]] * self._balance.minimum
-            counts = [len(of_rank) for of_rank in cut]
-            total = sum(float(costs[of_rank].sum()) for of_rank in cut)
-            agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
-            yield share, Piece(len(places), None, agreed, lengths.cost(costs[places]), total)
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
         if self._order.length is None:
             raise TypeError("the sampler has no length, so the number of batches is not known")
         return self._order.length
+
+
+def shares_of(
+    batch: list[Any] | Update, number: int, balance: RankBalance, rank: int, arrangement: Arrangement | None
+) -> Iterator[tuple[list[Any], Piece]]:
+    """Return a rank's share of a global batch, or of each batch of an update, with its piece without data."""
+    samples, steps = batch if isinstance(batch, Update) else (batch, 1)
+    if arrangement is None:
+        counts = balance.counts(number, len(samples))
+        own, begin = counts[rank], sum(counts[:rank])
+        yield samples[begin : begin + own] or samples[:1] * balance.minimum, Piece(own, None, len(samples), own)
+        return
+    lengths = arrangement.lengths
+    costs = lengths.of(samples)
+    for cut in balance.cut(number, costs, steps, padding=lengths.padding):
+        own = cut[rank]
+        share = [samples[place] for place in own] or [samples[int(costs.argmin())]] * balance.minimum
+        counts = [len(places) for places in cut]
+        agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
+        total = sum(float(costs[places].sum()) for places in cut)
+        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total)
 
 
 def own_iteration(loader: Any) -> str | None:

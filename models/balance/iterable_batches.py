@@ -5,20 +5,23 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from dataclasses import replace
+from itertools import chain, count
 from typing import Any, Literal
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from gangline.models.balance.global_order import check_global_batch, own_iteration
+from gangline.models.balance.global_order import check_global_batch, own_iteration, shares_of
+from gangline.models.balance.lengths import Arrangement
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.data.batches import length_of
 
 Stream = Literal["own", "same"]
+_END = object()
 
 
 def check_stream(loader: Any, stream: str | None, global_batch: int | None, ranks: int) -> int:
@@ -58,15 +61,38 @@ def check_stream(loader: Any, stream: str | None, global_batch: int | None, rank
 class IterableBatches:
     """Cuts the batches of a loader to shares as they come."""
 
-    def __init__(self, loader: Any, is_same: bool, size: int, balance: RankBalance, rank: int) -> None:
-        """Cut to global batches of ``size``; ``is_same``: all ranks read the same stream."""
+    def __init__(
+        self,
+        loader: Any,
+        is_same: bool,
+        size: int,
+        balance: RankBalance,
+        rank: int,
+        arrangement: Arrangement | None = None,
+        budget: float = 0.0,
+    ) -> None:
+        """Cut to global batches of ``size``, or of a cost of ``budget``; ``is_same``: all ranks read the same stream.
+
+        With ``arrangement`` the loader returns lists of samples, which are collated here once they are cut.
+        """
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
         self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
+        self._arrangement, self._budget = arrangement, budget
 
-    def pieces(self, batches: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:  # noqa: ARG002  the stream shuffles itself
+    def pieces(self, batches: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:
         """Return batches as `ShareSampler.pieces`; without samples once this rank's stream has ended."""
+        if skip and not self._is_same:
+            raise ValueError(
+                f'the epoch cannot continue behind {skip} samples with stream="own", since their number on each '
+                "rank is not known; save the state between epochs, or skip samples in the data set"
+            )
+        if self._arrangement is not None:
+            listed = chain.from_iterable(batches)
+            cut = self._cut(self._arrangement, listed, seed, skip, first)
+            shares = cut if self._is_same else self._filled(self._arrangement, listed)
+            return (replace(piece, batch=self._loader.collate_fn(share)) for share, piece in shares)
         samples = _Samples(batches, self._batch_size)
-        return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, skip, first)
+        return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, first)
 
     def read_ahead(self) -> None:
         """Do nothing: each rank reads its stream alone."""
@@ -98,20 +124,47 @@ class IterableBatches:
             checksum = zlib.crc32(_bytes(samples.cut(batch, 0, 1)))  # to find ranks that read another stream
             yield Piece(own, part, total + (checksum << 20), own)
 
-    def _of_own(self, samples: _Samples, skip: int, first: int) -> Iterator[Piece]:
-        if skip:
-            raise ValueError(
-                f'the epoch cannot continue behind {skip} samples with stream="own", since their number on each '
-                "rank is not known; save the state between epochs, or skip samples in the data set"
-            )
+    def _cut(
+        self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int, first: int
+    ) -> Iterator[tuple[list[Any], Piece]]:
+        """Return this rank's part of each global batch of the same stream, by cost."""
+        order = iter(BatchSampler(samples, self._size, drop_last=False))
+        for number, batch in enumerate(arrangement.batches(order, seed, skip), first):
+            if batch is not None:
+                yield from shares_of(batch, number, self._balance, self._rank, arrangement)
+
+    def _filled(self, arrangement: Arrangement, samples: Iterator[Any]) -> Iterator[tuple[list[Any], Piece]]:
+        """Fill shares from this rank's own stream up to its part of the budget; then repeat a sample of weight 0."""
+        lengths, minimum = arrangement.lengths, self._balance.minimum
+        sample = next(samples, _END)
+        if sample is _END:
+            raise self._has_no_samples()
+        repeated = [sample] * minimum
+        while sample is not _END:
+            share: list[Any] = []
+            costs, limit = np.array([]), self._budget * self._balance.part
+            while sample is not _END:
+                added = np.append(costs, lengths.of([sample]))
+                if len(share) >= minimum and lengths.cost(added) > limit:
+                    break
+                share.append(sample)
+                costs, sample = added, next(samples, _END)
+            yield share, Piece(len(share), None, cost=lengths.cost(costs), total=self._budget)
+        while True:
+            yield repeated, Piece(0, None)
+
+    def _has_no_samples(self) -> ValueError:
+        return ValueError(
+            f"the stream of rank {self._rank} has no samples, so that rank has no batch to take part with; expected "
+            "at least one sample on each rank"
+        )
+
+    def _of_own(self, samples: _Samples, first: int) -> Iterator[Piece]:
         repeated: Any = None
         for number in count(first):
             total, batch = samples.take(self._balance.counts(number, self._size)[self._rank])
             if not total and repeated is None:
-                raise ValueError(
-                    f"the stream of rank {self._rank} has no samples, so that rank has no batch to take part with; "
-                    "expected at least one sample on each rank"
-                )
+                raise self._has_no_samples()
             repeated = samples.cut(batch, 0, self._balance.minimum) if total else repeated
             yield Piece(total, batch if total else repeated, cost=total)
 
@@ -154,7 +207,7 @@ class _Samples:
             (value,) = values
             if value is None:
                 return
-            if isinstance(value, list | tuple) or (isinstance(value, Tensor | numpy.ndarray) and value.ndim):
+            if isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
                 lengths[name] = len(value)
                 return
             shown = "a tensor of 0 dimensions" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
@@ -186,7 +239,7 @@ class _Samples:
 
     def _is_of_samples(self, value: Sequence[Any], name: str) -> bool:
         """Return whether a list has one entry per sample, not one per part of the batch."""
-        if not any(isinstance(part, Tensor | numpy.ndarray | Mapping | list | tuple) for part in value):
+        if not any(isinstance(part, Tensor | np.ndarray | Mapping | list | tuple) for part in value):
             return True
         if name not in self._of_samples:  # parts that were cut do not tell
             size = self._batch_size
@@ -196,7 +249,7 @@ class _Samples:
 
 def _fits(part: Any, samples: int) -> bool:
     """Return whether a part of a batch has this many samples."""
-    if isinstance(part, Tensor | numpy.ndarray):
+    if isinstance(part, Tensor | np.ndarray):
         return part.ndim > 0 and len(part) == samples
     if isinstance(part, Mapping):
         return all(_fits(value, samples) for value in part.values())
@@ -207,14 +260,14 @@ def _join(name: str, values: Sequence[Any]) -> Any:
     first = values[0]
     if first is None:
         return None
-    if isinstance(first, Tensor | numpy.ndarray):
+    if isinstance(first, Tensor | np.ndarray):
         shapes = [tuple(value.shape[1:]) for value in values]
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(
                 f"{name} has samples of shape {shapes[0]} in one batch and others in the next ({shapes[1:]}), which "
                 "cannot be joined; pad samples to one shape, or make batches of a map-style data set"
             )
-        return torch.cat(list(values)) if isinstance(first, Tensor) else numpy.concatenate(values)
+        return torch.cat(list(values)) if isinstance(first, Tensor) else np.concatenate(values)
     return type(first)([entry for value in values for entry in value])
 
 
@@ -227,7 +280,7 @@ def _check_alike(name: str, structures: Sequence[Any]) -> None:
 def _bytes(value: Any) -> bytes:
     if isinstance(value, Tensor):
         value = value.detach().cpu().float().numpy()
-    if isinstance(value, numpy.ndarray):
+    if isinstance(value, np.ndarray):
         return value.tobytes() if value.dtype.kind in "biufc" else repr(value).encode()
     if isinstance(value, Mapping):
         value = list(value.values())

@@ -93,6 +93,11 @@ class RankBalance:
         """Latest loads, which may begin with a later batch."""
         return list(self._splits[-1].loads)
 
+    @property
+    def part(self) -> float:
+        """Fraction of a global batch that this rank gets by the latest loads."""
+        return self._splits[-1].loads[self._rank] / sum(self._splits[-1].loads)
+
     def set_loads(self, loads: Sequence[float], batch: int | None) -> None:
         """Use these loads, and the current caps, from the first batch that no rank has drawn. All ranks call it.
 
