@@ -100,6 +100,14 @@ def test_scalars_of_a_run_are_written_for_tensorboard(tmp_path: Path) -> None:
     assert all(0 <= one.value < 1 for one in events.Scalars("waiting"))
 
 
+@pytest.mark.parametrize("name", ["unequal_texts.py", "unequal_graphs.py"])
+def test_two_ranks_whose_batches_are_cut_by_length_give_the_weights_of_one(name: str) -> None:
+    path, ports = str(ROOT / "docs" / "examples" / name), free_ports(2)
+    [expected] = spawn(in_job, 1, path, ports[0], threads=1)
+    for weights in spawn(in_job, 2, path, ports[1], threads=1):
+        assert distance(weights, expected) < 1e-11
+
+
 @pytest.mark.slow
 def test_the_language_model_learns() -> None:
     assert train_language_model(steps=30) < 3.2  # it begins near the logarithm of 98 characters, 4.6
