@@ -16,6 +16,7 @@ from language_model import main as train_language_model
 from gangline import Communicator, cpu, spawn
 from gangline.launcher.job import free_ports
 from gangline.trials import sweep
+from tests.printed import blocks
 
 ROOT = Path(__file__).parent.parent
 PLAIN, TRAINER = (ROOT / "docs" / "examples" / name for name in ("plain_loop.py", "with_trainer.py"))
@@ -98,6 +99,21 @@ def test_scalars_of_a_run_are_written_for_tensorboard(tmp_path: Path) -> None:
     assert [one.step for one in events.Scalars("validation/accuracy")] == [23, 46]
     assert events.Scalars("validation/accuracy")[-1].value > 0.5
     assert all(0 <= one.value < 1 for one in events.Scalars("waiting"))
+
+
+def test_the_page_of_unequal_samples_shows_lines_of_the_examples() -> None:
+    programs = [(ROOT / "docs" / "examples" / f"unequal_{name}.py").read_text() for name in ("texts", "graphs")]
+    page = (ROOT / "docs" / "unequal-samples.md").read_text()
+    shown = [block.text for block in blocks(page) if block.language == "py"]
+    assert [text in program for text, program in zip(shown, programs, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["unequal_texts.py", "unequal_graphs.py"])
+def test_two_ranks_whose_batches_are_cut_by_length_give_the_weights_of_one(name: str) -> None:
+    path, ports = str(ROOT / "docs" / "examples" / name), free_ports(2)
+    [expected] = spawn(in_job, 1, path, ports[0], threads=1)
+    for weights in spawn(in_job, 2, path, ports[1], threads=1):
+        assert distance(weights, expected) < 1e-11
 
 
 @pytest.mark.slow
