@@ -1,9 +1,10 @@
 """`gangline bench unequal-samples`: texts of unequal length under DistributedDataParallel and `gangline.balance`.
 
-A run is an epoch, so that all candidates train on the same texts; only real tokens count, not padding. Beside them is
-an estimate of what they would reach "without padding and waiting": each rank trains alone, all at the same time, on its
-part of the batches of all texts sorted by length. Its tokens per second, with the little padding of these batches, are
-added up over the ranks.
+A run is an epoch, so that all candidates train on the same texts; only real tokens count, not padding. DDP runs in the
+same processes as the balanced loaders and profits from the memory that these keep. Beside them is an estimate of what
+they would reach "without padding and waiting": each rank trains alone, all at the same time, on its part of the batches
+of all texts sorted by length. Its tokens per second, with the little padding of these batches, are added up over the
+ranks.
 
 Each rank has a core of its own, or a CPU quota of a cgroup if there are more ranks than cores. The last one is slowed
 down by a quota or, where this user may set none, by processes that compete for its core.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -34,7 +36,7 @@ from gangline.collectives.errors import UsageError
 
 _IDEAL = "without padding and waiting"
 _DDP, _LENGTHS = "DDP", "balance, lengths"
-_EQUAL = ", equal lengths"
+_DDP_EQUAL, _LENGTHS_EQUAL = f"{_DDP}, equal lengths", f"{_LENGTHS}, equal lengths"
 _LONGEST = 512  # tokens
 _WAYS: dict[str, dict[str, Any]] = {
     _IDEAL: {"sampler": "sorted"},
@@ -47,8 +49,8 @@ _WAYS: dict[str, dict[str, Any]] = {
     _LENGTHS: {"balanced": {"lengths": True}},
     **{f"{_LENGTHS}, accumulate {n}": {"balanced": {"lengths": True}, "accumulate": n} for n in (2, 4)},
     **{f"{_LENGTHS}, pool {n}": {"balanced": {"lengths": True, "pool": n}} for n in (4, 16)},
-    f"{_DDP}{_EQUAL}": {"equal": True},
-    f"{_LENGTHS}{_EQUAL}": {"equal": True, "balanced": {"lengths": True}},
+    _DDP_EQUAL: {"equal": True},
+    _LENGTHS_EQUAL: {"equal": True, "balanced": {"lengths": True}},
 }
 """What differs from DDP with random batches, by row."""
 
@@ -59,6 +61,7 @@ def unequal_samples(
     batch_size: Annotated[int, typer.Option(help="Texts of each rank in an equal split.", min=1)] = 16,
     batches: Annotated[int, typer.Option(help="Global batches of an epoch.", min=4)] = 32,
     mean_length: Annotated[float, typer.Option(help="Mean tokens of a text.", min=8, max=_LONGEST)] = 55.0,
+    only: Annotated[str, typer.Option(help="Regular expression of the rows to measure; DDP always has one.")] = "",
     runs: Runs = 5,
     json: Json = None,
     plot: Plot = None,
@@ -69,6 +72,12 @@ def unequal_samples(
     """
     check_outputs(json, plot)
     sizes, speeds = parse_counts(ranks, "--ranks"), parse_factors(factors, "--factors", 100)
+    try:
+        chosen = [who for who in _WAYS if who in (_IDEAL, _DDP, _DDP_EQUAL) or re.search(only, who)]
+    except re.error as error:
+        raise UsageError(
+            f"--only is {only!r}: {error}; expected a regular expression, such as 'pool|accumulate'"
+        ) from None
     cores = len(os.sched_getaffinity(0))
     if max(sizes) > cores and not can_set_quota():
         raise UsageError(
@@ -94,9 +103,12 @@ def unequal_samples(
                     "batch_size": size * batch_size,
                     "batches": batches,
                     "mean_length": mean_length,
+                    "ranks_on_a_core": math.ceil(size / cores),
                 }
+                is_equal = factor == 1  # `gangline bench unequal-ranks` has a slow rank and equal samples
+                names = [who for who in chosen if is_equal or not _WAYS[who].get("equal")]
                 say(f"{size} ranks, factor {factor:g}: settling")
-                rows += [case | row for row in _measure(group, options, runs, with_equal=factor == 1)]
+                rows += [{"who": row["who"], **case, **row} for row in _measure(group, options, names, runs)]
             if plot is not None and size == sizes[-1]:
                 steps = dict(_timed_steps(group, options))
     publish(rows, json)
@@ -127,9 +139,9 @@ def _slow_ranks(group: RankGroup, cores: int, stack: ExitStack) -> tuple[Callabl
     return slow_down, processes[-1].name
 
 
-def _measure(group: RankGroup, options: Row, runs: int, *, with_equal: bool) -> list[Row]:
-    """Measure all ways in turn; those with equal lengths stand beside DDP with equal lengths."""
-    ways = _prepared(group, options, [who for who in _WAYS if with_equal or _EQUAL not in who])
+def _measure(group: RankGroup, options: Row, names: list[str], runs: int) -> list[Row]:
+    """Measure ways in turn; those with equal lengths stand beside DDP with equal lengths."""
+    ways = _prepared(group, options, names)
     say(f"measuring {len(ways)} ways, {runs} epochs each, in turn")
     reports: dict[str, list[list[Row]]] = {}
 
@@ -143,7 +155,7 @@ def _measure(group: RankGroup, options: Row, runs: int, *, with_equal: bool) -> 
     found = in_turn({who: lambda who=who: rate(who) for who in ways}, runs)  # type: ignore[misc]
     rows: list[Row] = []
     for who, rates in found.items():
-        peer = f"{_DDP}{_EQUAL}" if _EQUAL in who else _DDP
+        is_equal = "equal" in _WAYS[who]
         loads = group.report(who)[0]["loads"]
         both = [sum(_total(steps, name) for steps in reports[who]) for name in ("padded", "real")]
         rows.append(
@@ -152,8 +164,8 @@ def _measure(group: RankGroup, options: Row, runs: int, *, with_equal: bool) -> 
                 "split": ":".join(f"{100 * load / sum(loads):.0f}" for load in loads) if loads else None,
                 "padded_to_real": None if who == _IDEAL else both[0] / both[1],
                 "tokens_per_s": statistics.median(rates),
-                "times_ddp": times_as_fast(found[peer], rates),
-                "of_the_ideal": None if _EQUAL in who else times_as_fast(found[_IDEAL], rates),
+                "times_ddp": times_as_fast(found[_DDP_EQUAL if is_equal else _DDP], rates),
+                "of_the_ideal": None if is_equal else times_as_fast(found[_IDEAL], rates),
                 **spread(rates),
             }
         )

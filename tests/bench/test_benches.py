@@ -132,6 +132,7 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         (["unequal-ranks", "--factors", "0.5"], "--factors is '0.5'; expected numbers from 1 to 100"),
         (["unequal-ranks", "--ranks", "999"], "--ranks is 999, but this process may use"),
         (["unequal-samples", "--ranks", "2,x"], "--ranks is '2,x'; expected numbers above 0 with commas"),
+        (["unequal-samples", "--only", "("], "--only is '('"),
         (["unequal-samples", "--factors", "0.5"], "--factors is '0.5'; expected numbers from 1 to 100"),
         (["simulate", "--ranks", "4", "--hosts", "5"], "--hosts is 5 for 4 ranks; expected 1 to 4"),
         (["simulate", "--beta-between", "0"], "--beta-between is 0.0; expected more than 0 GB/s"),
