@@ -208,6 +208,20 @@ def test_unequal_samples_writes_a_row_for_each_way_and_draws_a_step(tmp_path: Pa
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_unequal_samples_leaves_rows_out_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('there is no transformers here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ("unequal-samples", "--factors", "2", "--batch-size", "2", "--batches", "4", "--mean-length", "8")
+    run = ("--runs", "1", "--only", "group_by_length|batch_rebalance$")
+    done = CliRunner().invoke(bench, [*words, *run, "--json", str(tmp_path / "rows.json")], catch_exceptions=False)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["who"] for row in rows] == ["without padding and waiting", "DDP"]
+    for who in ("DDP, group_by_length", "DDP, batch_rebalance"):
+        assert f"leaving {who!r} out: " in done.stderr
+    assert 'there is no transformers here; install it with: pip install "transformers>=5.23"' in done.stderr
+
+
 def test_each_way_on_the_host_stands_beside_copies_of_torch() -> None:
     rows = run({3: "cpu(0),cpu(1),cpu(2)"}, [4096, 8192], runs=2, run_seconds=0.0)
     assert [(row["transport"], row["collective"], row["size"]) for row in rows] == [
