@@ -41,6 +41,7 @@ import gangline
 import gangline.horovod.torch as hvd
 import gangline.mxnet as mx
 from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, torch_backend
+from gangline.bench.workload.texts import CausalModel, count_labels, padded, random_texts, text_lengths, train_steps
 from gangline.collectives.communicator import in_process
 from gangline.collectives.context import Context
 from gangline.collectives.devices.device_group import DeviceGroup
@@ -181,6 +182,46 @@ def _balanced(comm: Communicator, device: str, store: str) -> tuple[list[list[in
         shares.append([int(one) for one in comm.all_gather(torch.tensor([own])).flatten()])
     dist.destroy_process_group()
     return shares, {name: value.cpu() for name, value in network.state_dict().items()}
+
+
+def lengths(proof: Proof) -> None:
+    """Texts of unequal length, a model of GPT-2's size in bfloat16: random batches beside pools, real tokens/s."""
+    shape = (
+        (500, 32, 2, 64, 1) if proof.simulate else (50_257, 768, 12, 3072, 12)
+    )  # words, width, heads, hidden, layers
+    of_texts = text_lengths(*((64, 20.0, 64) if proof.simulate else (512, 250.0, 1024)))
+    texts: Any = random_texts(of_texts, shape[0])
+    backend = "gloo" if proof.simulate else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    torch.manual_seed(0)
+    network = CausalModel(*shape)
+    ways = {"random batches": None, **{f"pool {batches}": batches for batches in (1, 4, 16)}}
+    epochs: dict[str, Callable[[], Iterator[Tensor]]] = {}
+    for way, pool in ways.items():
+        model = DistributedDataParallel(copy.deepcopy(network).to(proof.device))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        loader: Any = DataLoader(texts, batch_size=8, shuffle=True, collate_fn=padded)
+        if pool is not None:
+            loader = gangline.balance(model, loader, count=count_labels, lengths=of_texts, pool=pool)
+        epochs[way] = partial(train_steps, model, optimizer, loader, device=proof.device, autocast=torch.bfloat16)
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    computed: dict[str, float] = {}
+    for _ in range(2 if proof.simulate else 4):
+        for way, epoch in epochs.items():
+            _synchronize(proof)
+            began = time.perf_counter()
+            computed[way] = sum(batch.numel() for batch in epoch()) / sum(of_texts)
+            _synchronize(proof)
+            rates[way].append(sum(of_texts) / (time.perf_counter() - began))
+    dist.destroy_process_group()
+    medians = {way: statistics.median(each[1:]) for way, each in rates.items()}  # the first epoch allocates
+    first = medians["random batches"]
+    for way, rate in medians.items():
+        proof.says(f"{way} {rate:.0f} tokens/s ({rate / first:.2f}), {computed[way]:.2f} tokens computed for each")
+    proof.figures |= {"tokens_per_s": medians, "padded_to_real": computed}
+    assert computed["pool 16"] < computed["pool 4"] < computed["pool 1"], "larger pools do not pad less"
+    if not proof.simulate:
+        assert medians["pool 16"] > first, "batches of similar lengths are not faster than random ones"
 
 
 def interfaces(proof: Proof) -> None:
@@ -529,6 +570,7 @@ STEPS: dict[str, tuple[int, Step]] = {
     "processes": (120, _tests("tests/kvstore/test_allreduce_on_gpus.py")),
     "late_owners": (60, late_owners),
     "balance": (60, balance),
+    "lengths": (150, lengths),
     "interfaces": (90, interfaces),
     "no_waits": (40, no_waits),
     "capture": (30, capture),
@@ -537,7 +579,7 @@ STEPS: dict[str, tuple[int, Step]] = {
     "sanitizer": (90, sanitizer),
 }
 """Steps by name, with the seconds that each may take."""
-_TIMED = {"balance", "speed", "benches"}
+_TIMED = {"balance", "lengths", "speed", "benches"}
 """Steps that measure time: nothing runs beside them."""
 
 

@@ -7,10 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gangline.launcher.job import free_ports
 
 ROOT = Path(__file__).parents[1]
+
+
+class RunsCode:
+    """Object that creates a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
 
 
 def product_files(*folders: str) -> Iterator[Path]:

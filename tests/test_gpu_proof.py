@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-STEPS = ("versions", "late_owners", "interfaces", "balance", "no_waits", "capture", "speed", "benches", "sanitizer")
+STEPS = ("versions", "late_owners", "interfaces", "balance", "lengths", "no_waits", "capture", "speed", "benches")
+STEPS += ("sanitizer",)
 
 
 @pytest.mark.slow
@@ -23,3 +24,4 @@ def test_its_steps_run_without_a_gpu(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "proof.json").read_text())
     assert list(found) == list(STEPS)
     assert found["balance"]["figures"]["shares"][0] == [256, 256]
+    assert list(found["lengths"]["figures"]["tokens_per_s"]) == ["random batches", "pool 1", "pool 4", "pool 16"]

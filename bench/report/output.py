@@ -21,8 +21,10 @@ from gangline.doctor.inventory import device_table
 
 
 def publish(rows: Sequence[Row], json_path: Path | None) -> None:
-    """Print the rows as a table, and write them with the command to a path, if given."""
+    """Print the rows as a table with the machine, and write them with the command to a path, if given."""
     print_table(command_line(), rows)
+    here = machine()
+    print(f"# on {', '.join(filter(None, [here['cpu'], here['gpu']]))}, torch {here['torch']}")
     if json_path is not None:
         write_json(rows, json_path)
 

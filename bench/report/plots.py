@@ -1,19 +1,20 @@
-"""Plots of a bench: curves over sizes, with their spread."""
+"""Plots of a bench: curves over sizes, with their spread, and the parts of a step."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gangline.bench.report.rows import RATES, Row
-from gangline.bench.report.tables import format_size, formatter
+from gangline.bench.report.tables import format_seconds, format_size, formatter
 from gangline.collectives.errors import UsageError
 
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # distinct for colour-blind readers
+_PARTS = {"computes": _COLOURS[0], "computes padding": _COLOURS[1], "waits for other ranks": "#dddddd"}
 _TICKS = 6  # labels of an axis of sizes
 _QUANTITIES = {"time_us": "time", "busbw_gbs": "bus bandwidth in GB/s"}
 
@@ -70,6 +71,41 @@ def draw_curves(
     axes[0][0].legend()
     drawing.suptitle(textwrap.fill(title, max(90, 60 * len(names))), fontsize=9, x=0.01, horizontalalignment="left")
     drawing.savefig(path, dpi=120)
+    pyplot.close(drawing)
+
+
+def draw_step(title: str, steps: Mapping[str, Sequence[Row]], ranks: Sequence[str], path: Path) -> None:
+    """Write a PNG of a step: for each way to train, a bar of each rank.
+
+    Args:
+        title: title of the figure.
+        steps: by way, for each rank its ``own`` seconds without waiting, ``padded`` and ``real`` tokens, and the
+            ``seconds`` of the whole step.
+        ranks: names of the ranks.
+        path: file to write.
+    """
+    load_matplotlib(path).use("Agg")
+    from matplotlib import pyplot
+
+    height = 0.9 + len(steps) * (0.5 + 0.42 * len(ranks))
+    drawing, axes = pyplot.subplots(
+        len(steps), 1, figsize=(9, height), squeeze=False, sharex=True, layout="constrained"
+    )
+    for panel, (name, of_ranks) in zip(axes.flat, steps.items(), strict=True):
+        whole = max(step["seconds"] for step in of_ranks)
+        parts = [(step["own"] * step["real"] / step["padded"], step["own"], whole) for step in of_ranks]
+        begins = [0.0] * len(ranks)
+        for ends, (label, colour) in zip(zip(*parts, strict=True), _PARTS.items(), strict=True):
+            lengths = [1e3 * max(0.0, end - begin) for begin, end in zip(begins, ends, strict=True)]
+            panel.barh(ranks, lengths, 0.72, [1e3 * begin for begin in begins], color=colour, label=label)
+            begins = list(ends)
+        panel.invert_yaxis()
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_title(f"{name}: {format_seconds(whole)}", fontsize=10, loc="left")
+    panel.set_xlabel("milliseconds")
+    panel.legend(fontsize=9, loc="lower right")
+    drawing.suptitle(title, fontsize=9, x=0.01, horizontalalignment="left")
+    drawing.savefig(path, dpi=100)
     pyplot.close(drawing)
 
 

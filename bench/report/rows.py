@@ -11,7 +11,7 @@ Row = dict[str, Any]
 NOISY = 0.3
 """Ratio of range to median from which a measurement counts as noisy."""
 
-RATES = ("samples_per_s", "gb_per_s_per_device", "gb_per_s", "busbw_gbs", "algbw_gbs")
+RATES = ("samples_per_s", "tokens_per_s", "gb_per_s_per_device", "gb_per_s", "busbw_gbs", "algbw_gbs")
 """Fields for which more is better."""
 TIMES = {"seconds": 1.0, "time_us": 1e-6, "time_ms": 1e-3}
 """Fields for which less is better, and their unit in seconds."""

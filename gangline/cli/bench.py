@@ -22,6 +22,7 @@ _FILES = {
     "training": "gangline.bench.training",
     "balance": "gangline.bench.unequal.contexts",
     "unequal-ranks": "gangline.bench.unequal.ranks",
+    "unequal-samples": "gangline.bench.unequal.samples",
     "compression": "gangline.bench.compression",
     "device-group": "gangline.bench.device_group",
     "tune": "gangline.bench.algorithms.tuning",

@@ -15,6 +15,7 @@ from gangline.bench.device_group import run
 from gangline.bench.driver import installed
 from gangline.bench.report.output import command_line
 from gangline.bench.training import measure
+from gangline.bench.unequal.samples import _WAYS
 from gangline.bench.workload.networks import bytes_of, context_words, parameter_shapes
 from gangline.cli.bench import bench
 from tests.bench.faults.cases import PHASES, cases
@@ -130,6 +131,9 @@ def test_training_writes_rows_and_ratios_for_each_candidate() -> None:
         (["ps", "-b", "3", "-e", "1K"], "-b is 3; expected 4 bytes or more"),
         (["unequal-ranks", "--factors", "0.5"], "--factors is '0.5'; expected numbers from 1 to 100"),
         (["unequal-ranks", "--ranks", "999"], "--ranks is 999, but this process may use"),
+        (["unequal-samples", "--ranks", "2,x"], "--ranks is '2,x'; expected numbers above 0 with commas"),
+        (["unequal-samples", "--only", "("], "--only is '('"),
+        (["unequal-samples", "--factors", "0.5"], "--factors is '0.5'; expected numbers from 1 to 100"),
         (["simulate", "--ranks", "4", "--hosts", "5"], "--hosts is 5 for 4 ranks; expected 1 to 4"),
         (["simulate", "--beta-between", "0"], "--beta-between is 0.0; expected more than 0 GB/s"),
         (["simulate", "--size", "ten"], "--size is 'ten'; expected a number of bytes above 0"),
@@ -181,6 +185,41 @@ def test_unequal_ranks_writes_a_row_for_each_rank_their_sum_ddp_and_the_balanced
     assert first + last == 128
     assert last <= first  # equal, while other processes disturb the times of so few steps
     assert rows[2]["of_the_sum"] == rows[3]["of_the_sum_at_shares"] == rows[5]["ratio_to_ddp"] == 1
+
+
+@pytest.mark.slow
+def test_unequal_samples_writes_a_row_for_each_way_and_draws_a_step(tmp_path: Path) -> None:
+    words = ("unequal-samples", "--factors", "1,2", "--batch-size", "4", "--batches", "16", "--mean-length", "20")
+    plot = tmp_path / "step.png"
+    rows, _ = rows_of(tmp_path / "samples.json", *words, "--runs", "1", "--plot", str(plot))
+    first = [row["who"] for row in rows if row["slower_by"] == "1"]
+    assert first == list(_WAYS)
+    assert [row["who"] for row in rows[len(first) :]] == first[:-2]  # lengths are equal only between equal ranks
+    for row in rows:
+        assert row["tokens_per_s"] == row["p50"] > 0
+        assert (row["split"] is not None) == ("balance" in row["who"].split(",")[0].split())
+        assert (row["ranks"], row["batch_size"], row["batches"], row["runs"]) == (2, 8, 16, 1)
+    by_name = {row["who"]: row for row in rows[: len(first)]}
+    assert by_name["DDP"]["times_ddp"] == by_name["DDP, equal lengths"]["times_ddp"] == 1
+    assert by_name["without padding and waiting"]["of_the_ideal"] == 1
+    padded = [by_name[f"balance, lengths{more}"]["padded_to_real"] for more in (", pool 16", ", pool 4", "")]
+    assert 1 < padded[0] < padded[1] < padded[2] < by_name["balance by speed"]["padded_to_real"]
+    assert by_name["DDP, equal lengths"]["padded_to_real"] == 1
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_unequal_samples_leaves_rows_out_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('there is no transformers here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ("unequal-samples", "--factors", "2", "--batch-size", "2", "--batches", "4", "--mean-length", "8")
+    run = ("--runs", "1", "--only", "group_by_length|batch_rebalance$")
+    done = CliRunner().invoke(bench, [*words, *run, "--json", str(tmp_path / "rows.json")], catch_exceptions=False)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["who"] for row in rows] == ["without padding and waiting", "DDP"]
+    for who in ("DDP, group_by_length", "DDP, batch_rebalance"):
+        assert f"leaving {who!r} out: " in done.stderr
+    assert 'there is no transformers here; install it with: pip install "transformers>=5.23"' in done.stderr
 
 
 def test_each_way_on_the_host_stands_beside_copies_of_torch() -> None:

@@ -22,7 +22,7 @@ import gangline.horovod.torch as hvd
 from gangline import Communicator, horovod, spawn
 from gangline.launcher.job import free_ports
 from tests.kvstore.test_launch import launch
-from tests.models.test_zoo import RunsCode
+from tests.programs import RunsCode
 
 NAMES = """
 allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async grouped_allreduce_

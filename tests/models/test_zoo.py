@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from gangline.models.zoo.transfer import (
     replace_last_layer,
     scale_batch,
 )
+from tests.programs import RunsCode
 
 
 @pytest.fixture(autouse=True)
@@ -144,16 +144,6 @@ def test_missing_torn_and_unfit_weights_are_refused_and_change_nothing(tmp_path:
     path.unlink()
     with pytest.raises(FileNotFoundError, match="do not exist"):
         zoo.create("mlp", weights=path)
-
-
-class RunsCode:
-    """Object that creates a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.mark.parametrize("writer", ["torch", "torch of old", "pickle"])

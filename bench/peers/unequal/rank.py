@@ -25,11 +25,24 @@ _PIXELS = 16
 _BATCHES = 32  # global batches in an epoch
 
 
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+
+
 def join() -> dict[str, Any]:
-    """Join the group that RANK, WORLD_SIZE and RENDEZVOUS describe, over BENCH_BACKEND."""
+    """Join the group of the ranks."""
+    return join_ranks(lambda rank, size: _Trainers(rank, size).prepare)
+
+
+def join_ranks(prepare: Callable[[int, int], Prepare]) -> dict[str, Any]:
+    """Join the group that RANK, WORLD_SIZE and RENDEZVOUS describe, over BENCH_BACKEND.
+
+    Args:
+        prepare: returns what prepares work on this rank, from the rank and the number of ranks.
+    """
     assert torch_backend.__all__  # registers backend "gangline"
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     torch.manual_seed(1)
     rendezvous = f"file://{os.environ['RENDEZVOUS']}"
@@ -39,7 +52,7 @@ def join() -> dict[str, Any]:
         "rank": rank,
         "size": size,
         "barrier": dist.barrier,
-        "prepare": _Trainers(rank, size).prepare,
+        "prepare": prepare(rank, size),
         "leave": dist.destroy_process_group,
     }
 
