@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from gangline.models.balance.balanced_loader import BalancedLoader
-
-
-class QueuedWeight(NamedTuple):
-    """Weight of a batch on this rank."""
-
-    weight: float
-    """Factor of the gradient."""
-    samples: int
-    """Samples of this rank; 0 if the batch is one repeated sample without weight."""
+from gangline.models.balanced_batch import BalancedBatch
 
 
 class QueuedWeights(BalancedLoader):
     """BalancedLoader whose loop says when it trains the next batch; batches are trained in the order of iteration."""
 
-    _queue: deque[QueuedWeight]
+    _queue: deque[BalancedBatch]
     _trains_as_read = False
 
-    def next_weight(self) -> QueuedWeight:
-        """Begin to train the next batch, and return its weight."""
+    def next_weight(self) -> BalancedBatch:
+        """Begin to train the next batch, and return it."""
         following = self._queue.popleft()
-        super()._begin_training(*following)
+        super()._begin_training(following)
         return following
 
-    def _begin_training(self, weight: float, samples: int) -> None:
-        self._queue.append(QueuedWeight(weight, samples))
+    def _begin_training(self, batch: BalancedBatch) -> None:
+        self._queue.append(batch)
 
     def __iter__(self) -> Iterator[Any]:
         """Return this rank's batches of an epoch. Collective."""

@@ -13,7 +13,8 @@ from accelerate.utils import find_batch_size
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gangline.integrations.queued_weights import QueuedWeight, QueuedWeights
+from gangline.integrations.queued_weights import QueuedWeights
+from gangline.models.balanced_batch import BalancedBatch
 
 T = TypeVar("T", bound=transformers.Trainer)
 
@@ -77,7 +78,7 @@ class _Balanced(_Base):
 
     _balance_options: dict[str, Any]
     _balanced: QueuedWeights | None = None
-    _current: QueuedWeight | None = None
+    _current: BalancedBatch | None = None
     _divides_by_items: bool | None = None
 
     def _prepare_for_training(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -134,7 +135,7 @@ class _Balanced(_Base):
             result = super().compute_loss(*arguments, **options)
         finally:
             self.args.average_tokens_across_devices = True
-        return _weighted(result, self._current.weight)
+        return _weighted(result, self._current.share)
 
     def _counted(self: Any, batch: Any) -> int | Tensor:
         """Return how much a loss that is a mean counts: labels that are not -100, else samples."""
