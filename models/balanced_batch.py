@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gangline.collectives.eager import run_eagerly
+
 NOTHING_COUNTS = 2.0**-40
 """Weight of a share whose count is 0: a weight of 0 would lose gradients from other ranks' losses."""
 
@@ -122,12 +124,14 @@ class BatchesOfNetworks:
         return self._trained if self._is_pending or _is_in_backward() else self.handed_out
 
 
+@run_eagerly
 def batch_of_layer(layer: nn.Module) -> BalancedBatch:
     """Return the batch that a layer trains; one of weight 1 outside of balanced batches."""
     owner = _of_layer.get(layer, lambda: None)()
     return _one_of(_all if owner is None else [owner], f"a {type(layer).__name__} outside of their networks")
 
 
+@run_eagerly
 def batch_of_rows(rows: Tensor) -> BalancedBatch:
     """Return the batch whose forward computed these rows; one of weight 1 outside of balanced batches."""
     owners: Collection[BatchesOfNetworks] = [owner for owner in _all if owner.current is not None]
@@ -182,15 +186,10 @@ class WeakCall:
         return type(self), ()
 
 
+@run_eagerly
 class _CallInForward(WeakCall):
-    """A hook that torch.compile leaves out of its graphs."""
-
-    def __init__(self, method: Any = None) -> None:
-        super().__init__(method)
-        self._call = torch.compiler.disable(super().__call__)  # type: ignore[no-untyped-call]
-
     def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
+        return super().__call__(*arguments)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
