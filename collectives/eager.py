@@ -35,7 +35,7 @@ def run_eagerly(of: T) -> T:
 def _eager(member: Any) -> Any:
     function: Any = member.fget if isinstance(member, property) else member
     if set_code_exec_strategy is None:  # the public function costs a frame more in each call
-        eager = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        eager = torch.compiler.disable(function)
         return property(eager, member.fset, member.fdel, member.__doc__) if isinstance(member, property) else eager
     function._torchdynamo_disable = True  # not inlined in compiled callers
     function._torchdynamo_disable_msg = "gangline runs eagerly"

@@ -37,6 +37,7 @@ from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.batches import copy_loader, length_of
+from gangline.models.ignored_labels import LabelWatch
 
 LossReduction = Literal["mean", "sum", "normalized"]
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -183,6 +184,7 @@ class BalancedLoader:
         if outer is not None:
             outer.base_dataloader = self._steps
         is_weighted = loss_reduction != "normalized"
+        self._watch = LabelWatch(is_needed=count is None and loss_reduction == "mean")
         self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
         self._weights = GradientWeights(networks, self._trained) if is_weighted else None
         reduction = None
@@ -276,7 +278,9 @@ class BalancedLoader:
                 self._begin_batch(self._steps.shares.popleft())
                 if timer is not None:
                     timer.start()
+                self._watch.start()
                 yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
+                self._watch.stop()
                 if self._iterations != iteration:
                     raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
                 if timer is not None:
@@ -284,6 +288,7 @@ class BalancedLoader:
                 if self._outer is not self._steps and not self._lockstep.go_on():  # accelerate has read one ahead
                     break
         finally:
+            self._watch.stop()
             if self._iterations == iteration:
                 self._lockstep.leave()
         self._end_batch()

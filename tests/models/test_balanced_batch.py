@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import logging.handlers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -150,6 +151,30 @@ def inner_loop() -> int:
     return looks.count("c_call")
 
 
+def label_warnings(labels: Sequence[int], loss: nn.Module, **options: Any) -> list[str]:
+    """Return the warnings of a loop whose labels are these on all ranks."""
+    network = nn.Linear(1, 3)
+    data = TensorDataset(torch.ones(8, 1), torch.tensor(labels * 4))
+    records = logging.handlers.MemoryHandler(99)
+    logging.getLogger("gangline").addHandler(records)
+    for x, y in gangline.balance(network, DataLoader(data, batch_size=1), loads=[1, 1], **options):
+        loss(network(x), y).backward()
+    logging.getLogger("gangline").removeHandler(records)
+    assert sys.getprofile() is None
+    return [record.getMessage() for record in records.buffer]
+
+
+LOSSES: dict[str, tuple[Sequence[int], nn.Module, dict[str, Any], bool]] = {
+    "ignored labels": ([1, -100], nn.CrossEntropyLoss(), {}, True),
+    "ignored class": ([1, 2], nn.NLLLoss(ignore_index=2), {}, True),
+    "class weights": ([1, 2], nn.CrossEntropyLoss(weight=torch.ones(3)), {}, True),
+    "all labels": ([1, 2], nn.CrossEntropyLoss(ignore_index=-1), {}, False),
+    "sum": ([1, -100], nn.CrossEntropyLoss(reduction="sum"), {}, False),
+    "count": ([1, -100], nn.CrossEntropyLoss(), {"count": lambda batch: (batch[1] != -100).sum()}, False),
+}
+"""Labels, loss and options, and whether a warning is expected."""
+
+
 def run(comm: Communicator, path: str) -> dict[str, Any]:
     join(comm, path, "gangline")
     try:
@@ -160,6 +185,7 @@ def run(comm: Communicator, path: str) -> dict[str, Any]:
             "inner loop": inner_loop(),
             "two loaders": two_loaders(compiled=False) + two_loaders(compiled=True),
         }
+        found |= {f"labels, {name}": label_warnings(*case[:2], **case[2]) for name, case in LOSSES.items()}
         return found | {"copies": [copies(loads) for loads in ([3, 1], "auto")]}
     finally:
         dist.destroy_process_group()
@@ -191,6 +217,15 @@ def test_an_optimizer_of_the_network_and_of_parameters_that_were_not_given_is_an
 
 def test_optimizers_of_an_inner_loop_are_looked_up_once(job: list[dict[str, Any]]) -> None:
     assert [each["inner loop"] for each in job] == [1, 1]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_ignores_or_weights_labels_without_a_count_is_warned_of(
+    name: str, job: list[dict[str, Any]]
+) -> None:
+    texts = [text for each in job for text in each[f"labels, {name}"]]
+    assert len(texts) == (LOSSES[name][-1] and (1 if "ignored" in name else 2))
+    assert all("ignores or weights labels" in text and "pass count=" in text for text in texts)
 
 
 def test_a_balanced_model_can_be_saved_and_copied_whole(job: list[dict[str, Any]]) -> None:
