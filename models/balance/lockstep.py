@@ -19,6 +19,7 @@ from torch import Tensor
 from gangline.kvstore.nan_check import not_finite
 from gangline.models.balance.gradient_weights import Reduction
 from gangline.models.balance.rank_exchange import RankExchange
+from gangline.models.data.batches import common_rows
 
 LEAVE_SECONDS = 60.0
 """Time for other ranks to finish the batch in which this rank left the loop without a gradient."""
@@ -98,6 +99,7 @@ class Lockstep:
         """
         self._exchange, self._reduction, self._count = exchange, reduction, count
         self._is_mean, self._smallest = is_mean, smallest
+        self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
         self.is_open = False
         """True while this rank is in an epoch."""
         self.was_left = False
@@ -174,11 +176,27 @@ class Lockstep:
                     f"rank {rank} read other samples than rank 0 for global batch {number}; expected the same data "
                     'set, and with stream="same" the same order of samples (the same seed of shuffles), on all ranks'
                 )
-        counts = [int(row[1]) for row in rows]
+        counts, divisors = [int(row[1]) for row in rows], [row[2] for row in rows]
+        if self._count is None:
+            divisors = self._rows_of_samples(number, counts, divisors) if self._is_mean else list(map(float, counts))
         if sum(counts) < self._smallest:
             self.is_open = False
             return None
-        return Share(number, counts, [row[2] for row in rows]), piece.batch
+        return Share(number, counts, divisors), piece.batch
+
+    def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:
+        """Return the rows of all ranks' batches; ValueError if they may not be the samples that collate has kept."""
+        pairs = [(own, count) for own, count in zip(rows, counts, strict=True) if count]
+        self._has_samples_as_rows |= any(own == count for own, count in pairs)
+        is_in_proportion = all(own * pairs[0][1] == count * pairs[0][0] for own, count in pairs)
+        is_kept = self._has_samples_as_rows and all(own <= count for own, count in pairs)
+        if not is_in_proportion and not is_kept:
+            raise ValueError(
+                f"balance: the shares of global batch {number} are {counts} samples, but the tensors that collate made "
+                f"of them have {[int(own) for own in rows]} rows; balance() cannot tell what the loss is a mean "
+                "over: pass count=, a function of the batch, such as count=len or lambda batch: len(batch[0]) for rows"
+            )
+        return rows
 
     def go_on(self) -> bool:
         """Ask for a batch that was exchanged before; return False if a rank has ended the epoch. Collective."""
@@ -335,7 +353,9 @@ class Lockstep:
 
 
 def _counted(count: Count | None, piece: Piece) -> float:
-    value = piece.samples if count is None or not piece.samples else count(piece.batch)
+    if count is None or not piece.samples:
+        return common_rows(piece.batch, piece.samples) if piece.samples else 0.0
+    value = count(piece.batch)
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

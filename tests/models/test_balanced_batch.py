@@ -175,6 +175,37 @@ LOSSES: dict[str, tuple[Sequence[int], nn.Module, dict[str, Any], bool]] = {
 """Labels, loss and options, and whether a warning is expected."""
 
 
+def collated(collate: Callable[[list[Any]], Any], batch_size: int = 4, **options: Any) -> list[Any]:
+    """Return the gradients of means over what a collate function leaves of samples 1 to 8, or the error."""
+    network, found = Line(), []
+    data: Any = [torch.tensor([number]).double() for number in range(1, 9)]
+    try:
+        loader = DataLoader(data, batch_size, collate_fn=collate)
+        for batch in gangline.balance(network, loader, loads=[3, 1], **options):
+            x = batch if isinstance(batch, Tensor) else batch[0]
+            network(x.reshape(-1, 1)).mean().backward()
+            found += averaged(network.weight)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def small(samples: list[Tensor]) -> Tensor:
+    return torch.cat([x[None] for x in samples if x <= 7] or [torch.zeros(0, 1).double()])
+
+
+COLLATED: dict[str, tuple[Callable[[list[Any]], Any], dict[str, Any], list[Any]]] = {
+    "dropped": (small, {}, [4]),
+    "dropped of a pair": (lambda samples: [small(samples), torch.zeros(len(small(samples)))], {}, [4]),
+    "dropped later": (small, {"batch_size": 2}, [2.5, 6]),
+    "two views": (lambda samples: torch.cat(samples * 2), {}, [4.5]),
+    "rows unknown": (lambda samples: [torch.stack(samples), torch.zeros(1), "text"], {}, [4.5]),
+    "time first": (lambda samples: torch.stack(samples).expand(-1, 3).t(), {"count": lambda x: x.shape[1]}, [4.5]),
+    "time first, no count": (lambda samples: torch.stack(samples).expand(-1, 3).t(), {}, ["[6, 2]", "[3, 3]"]),
+}
+"""Collate function, options, and the gradients or parts of the error."""
+
+
 def run(comm: Communicator, path: str) -> dict[str, Any]:
     join(comm, path, "gangline")
     try:
@@ -186,6 +217,7 @@ def run(comm: Communicator, path: str) -> dict[str, Any]:
             "two loaders": two_loaders(compiled=False) + two_loaders(compiled=True),
         }
         found |= {f"labels, {name}": label_warnings(*case[:2], **case[2]) for name, case in LOSSES.items()}
+        found |= {f"collated, {name}": collated(case[0], **case[1]) for name, case in COLLATED.items()}
         return found | {"copies": [copies(loads) for loads in ([3, 1], "auto")]}
     finally:
         dist.destroy_process_group()
@@ -226,6 +258,16 @@ def test_a_loss_that_ignores_or_weights_labels_without_a_count_is_warned_of(
     texts = [text for each in job for text in each[f"labels, {name}"]]
     assert len(texts) == (LOSSES[name][-1] and (1 if "ignored" in name else 2))
     assert all("ignores or weights labels" in text and "pass count=" in text for text in texts)
+
+
+@pytest.mark.parametrize("name", COLLATED)
+def test_samples_that_collate_drops_do_not_count(name: str, job: list[dict[str, Any]]) -> None:
+    expected = COLLATED[name][2]
+    for found in (each[f"collated, {name}"] for each in job):
+        if "no count" in name:
+            assert all(part in found[0] for part in [*expected, "pass count=", "count=len"])
+        else:
+            assert found == pytest.approx(expected)
 
 
 def test_a_balanced_model_can_be_saved_and_copied_whole(job: list[dict[str, Any]]) -> None:
