@@ -34,6 +34,7 @@ from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Sign
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer
+from gangline.models.balance.replica_check import ReplicaCheck
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.batches import copy_loader, length_of
@@ -191,7 +192,8 @@ class BalancedLoader:
         if self._weights is not None and self._trains_as_read:
             self._weights.reduction = reduction = reduction_of(networks)
         smallest = self.global_batch if order is None and getattr(loader, "drop_last", False) else 1
-        self._lockstep = Lockstep(self._exchange, reduction, count, is_mean=loss_reduction == "mean", smallest=smallest)
+        is_mean, replicas = loss_reduction == "mean", ReplicaCheck(networks)
+        self._lockstep = Lockstep(self._exchange, reduction, count, replicas, is_mean=is_mean, smallest=smallest)
         _open.add(self._lockstep)
         self.epoch = 0
         """Number of the current epoch, or of the next one between epochs."""

@@ -90,7 +90,7 @@ class GradientWeights:
             for name, parameter in (*network.named_parameters(), *named_flat):
                 if parameter not in of_parameter:
                     self._add(name, parameter)
-                    if self._batches.has_begun and _averages(network, name):
+                    if self._batches.has_begun and averages(network, name):
                         self._unreduced[name] = parameter
 
     def _add_to_gathered(self, unit: FSDPModule) -> None:
@@ -208,7 +208,7 @@ def _frozen_at_wrapping(networks: Sequence[nn.Module]) -> dict[str, nn.Parameter
     for network in networks:
         model = getattr(network, "_orig_mod", network)  # inside torch.compile
         if isinstance(model, DistributedDataParallel):
-            own = {name: one for name, one in model.named_parameters() if _averages(model, name)}
+            own = {name: one for name, one in model.named_parameters() if averages(model, name)}
             frozen = {name: one for name, one in own.items() if not one.requires_grad}
             averaged = model._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
             if averaged < len(own) - len(frozen):
@@ -222,7 +222,7 @@ def _frozen_at_wrapping(networks: Sequence[nn.Module]) -> dict[str, nn.Parameter
     return found
 
 
-def _averages(network: nn.Module, name: str) -> bool:
+def averages(network: nn.Module, name: str) -> bool:
     """Return whether DistributedDataParallel should average the gradient of a parameter over several ranks."""
     model = getattr(network, "_orig_mod", network)
     if not isinstance(model, DistributedDataParallel) or dist.get_world_size(model.process_group) == 1:

@@ -19,6 +19,7 @@ from torch import Tensor
 from gangline.kvstore.nan_check import not_finite
 from gangline.models.balance.gradient_weights import Reduction
 from gangline.models.balance.rank_exchange import RankExchange
+from gangline.models.balance.replica_check import ReplicaCheck, check_updates
 from gangline.models.data.batches import common_rows
 
 LEAVE_SECONDS = 60.0
@@ -59,7 +60,7 @@ class Signal(IntEnum):
     EPOCH = 0
     """It begins an epoch."""
     BATCH = 1
-    """It has read the next batch: samples, what they count, and `Piece.whole` follow."""
+    """It has read the next batch: samples, what they count, `Piece.whole`, and `ReplicaCheck.number` follow."""
     UNREAD = 2
     """It could not read the next batch."""
     NEXT = 3
@@ -90,7 +91,14 @@ class Lockstep:
     """
 
     def __init__(
-        self, exchange: RankExchange, reduction: Reduction | None, count: Count | None, *, is_mean: bool, smallest: int
+        self,
+        exchange: RankExchange,
+        reduction: Reduction | None,
+        count: Count | None,
+        replicas: ReplicaCheck,
+        *,
+        is_mean: bool,
+        smallest: int,
     ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
@@ -98,7 +106,7 @@ class Lockstep:
         global batch of fewer than ``smallest`` samples ends the epoch.
         """
         self._exchange, self._reduction, self._count = exchange, reduction, count
-        self._is_mean, self._smallest = is_mean, smallest
+        self._is_mean, self._smallest, self._replicas = is_mean, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
         self.is_open = False
         """True while this rank is in an epoch."""
@@ -152,10 +160,12 @@ class Lockstep:
         if self.is_stopping:
             self._ask(Signal.STOP)
             return None
-        piece, row, error = Piece(0, None), (Signal.UNREAD, 0.0, 0.0, 0.0), None
+        piece, error = Piece(0, None), None
+        row: tuple[Any, ...] = (Signal.UNREAD,)
         try:
             piece = next(pieces, piece)
-            row = (Signal.BATCH, float(piece.samples), _counted(self._count, piece), float(piece.whole))
+            counted, update = _counted(self._count, piece), self._replicas.number()
+            row = (Signal.BATCH, piece.samples, counted, piece.whole, update)
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
         rows = self._ask(*row)
@@ -166,7 +176,8 @@ class Lockstep:
                 self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {number}")
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
-        for rank, (_, _, counted, whole) in enumerate(rows):
+        check_updates([row[4] for row in rows], number)
+        for rank, (_, _, counted, whole, _) in enumerate(rows):
             if not (0 <= counted < math.inf):
                 raise ValueError(
                     f"count= returned {counted} on rank {rank} for global batch {number}; expected a number, 0 or more"
@@ -219,7 +230,7 @@ class Lockstep:
             )
         reduction.enter_forward()
         signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
-        rows = self._exchange.gather([signal, reduction.adds, out_of_memory, 0.0])
+        rows = self._exchange.gather(_row(signal, reduction.adds, out_of_memory))
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()
         reduction.is_ended = True
@@ -237,7 +248,7 @@ class Lockstep:
             owed = None
         self.is_open = False
         with suppress(RuntimeError):  # of processes that have ended
-            work, rows = self._exchange.start_gather([signal, 0.0, 0.0, 0.0])
+            work, rows = self._exchange.start_gather(_row(signal))
             if owed is not None and owed.has_trained:
                 owed.enter_forward()
             if owed is None and signal is not Signal.FAILED:
@@ -260,7 +271,7 @@ class Lockstep:
         if self.is_open and self._share is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
         while not self._is_left:
-            rows = self._exchange.gather([signal, *(numbers or (0.0, 0.0, 0.0))])
+            rows = self._exchange.gather(_row(signal, *numbers))
             self._release(rows)
             signals = self._checked(rows)
             if Signal.SKIPPED in signals or Signal.LOST in signals:
@@ -305,7 +316,7 @@ class Lockstep:
         """Signal that this rank has computed its gradient, while it is reduced. Collective."""
         reduction = self._reduction
         if self.is_open and reduction is not None:
-            self._rows = self._exchange.gather([Signal.REDUCED, reduction.adds, reduction.not_finite, 0.0])
+            self._rows = self._exchange.gather(_row(Signal.REDUCED, reduction.adds, reduction.not_finite))
 
     def end_reduction(self) -> None:
         """Conclude the step, now that the gradient is the mean over the ranks."""
@@ -350,6 +361,11 @@ class Lockstep:
             "loader.stop() on any rank ends it on all",
             stacklevel=2,
         )
+
+
+def _row(signal: float, *numbers: float) -> list[float]:
+    """Return a message: the signal and 4 numbers."""
+    return [signal, *numbers, *[0.0] * (4 - len(numbers))]
 
 
 def _counted(count: Count | None, piece: Piece) -> float:

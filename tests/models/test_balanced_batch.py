@@ -8,12 +8,15 @@ import io
 import logging.handlers
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -206,6 +209,33 @@ COLLATED: dict[str, tuple[Callable[[list[Any]], Any], dict[str, Any], list[Any]]
 """Collate function, options, and the gradients or parts of the error."""
 
 
+def drift(way: str) -> str:
+    """Return the error of a loop whose steps leave out the average of gradients in this way, or do not."""
+    network = Line()
+    model: nn.Module = network
+    if way == "fsdp2":
+        model = fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+    elif way != "alone":
+        model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    if way == "in backward":
+        network.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    called = network if way == "past the wrapper" else model
+    try:
+        for number, (x,) in enumerate(loader_of(model, global_batch=2, loads=[1, 1])):
+            with model.no_sync() if way == "no_sync" and number % 2 else nullcontext():  # type: ignore[operator]
+                called(x).mean().backward()
+            if way not in ("no_sync", "in backward") or number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+DRIFTS = ("alone", "past the wrapper", "no_sync", "in backward")
+
+
 def run(comm: Communicator, path: str) -> dict[str, Any]:
     join(comm, path, "gangline")
     try:
@@ -218,6 +248,7 @@ def run(comm: Communicator, path: str) -> dict[str, Any]:
         }
         found |= {f"labels, {name}": label_warnings(*case[:2], **case[2]) for name, case in LOSSES.items()}
         found |= {f"collated, {name}": collated(case[0], **case[1]) for name, case in COLLATED.items()}
+        found |= {f"drift, {way}": drift(way) for way in (*DRIFTS, "ddp", "fsdp2")}
         return found | {"copies": [copies(loads) for loads in ([3, 1], "auto")]}
     finally:
         dist.destroy_process_group()
@@ -268,6 +299,14 @@ def test_samples_that_collate_drops_do_not_count(name: str, job: list[dict[str, 
             assert all(part in found[0] for part in [*expected, "pass count=", "count=len"])
         else:
             assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("way", DRIFTS)
+def test_replicas_that_drift_apart_are_an_error_on_all_ranks(way: str, job: list[dict[str, Any]]) -> None:
+    for each in job:
+        assert each[f"drift, {way}"].startswith(f"balance: before global batch {1 + (way == 'no_sync')} the optimizer")
+        assert "must average gradients before the step" in each[f"drift, {way}"]
+        assert each["drift, ddp"] == each["drift, fsdp2"] == ""
 
 
 def test_a_balanced_model_can_be_saved_and_copied_whole(job: list[dict[str, Any]]) -> None:
