@@ -67,7 +67,7 @@ class ReplicaCheck:
 
     def _read(self) -> Tensor:
         values = [one.detach().reshape(-1)[:: max(1, one.numel() // _VALUES)] for one in self._compared]
-        return torch.cat([torch.zeros(0, device="cpu").double(), *(one.double().cpu() for one in values)])
+        return torch.cat([torch.zeros(0, device="cpu").double(), *(one.cpu().double() for one in values)])
 
 
 def check_updates(numbers: Sequence[float], batch: int) -> None:
