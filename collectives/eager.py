@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -14,26 +14,30 @@ except ImportError:  # private names, which a later torch may rename
     set_code_exec_strategy = None  # type: ignore[assignment]
 
 
-def run_eagerly(cls: type) -> type:
-    """Class decorator: keep torch.compile from tracing the functions of a class and all that they call.
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def run_eagerly(of: T) -> T:
+    """Decorator: keep torch.compile from tracing a function, or the functions of a class, and all that they call.
 
     Dynamo compiles each Python function that compiled code calls, C++ between them or not. It sees a process group as
     an opaque object, of which it refuses to read attributes, and it raises if a second pass over a function takes
     another branch, because another thread has ended the call in between.
     """
-    for name, member in list(vars(cls).items()):
-        function = member.fget if isinstance(member, property) else member
-        if inspect.isfunction(function):
-            if set_code_exec_strategy is None:
-                setattr(cls, name, _disabled(member, function))
-                continue
-            function._torchdynamo_disable = True  # type: ignore[attr-defined]  # not inlined in compiled callers
-            function._torchdynamo_disable_msg = "gangline runs eagerly"  # type: ignore[attr-defined]
-            set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    return cls
+    if not inspect.isclass(of):
+        return cast(T, _eager(of))
+    for name, member in list(vars(of).items()):
+        if inspect.isfunction(member) or isinstance(member, property):
+            setattr(of, name, _eager(member))
+    return of
 
 
-def _disabled(member: Any, function: Callable[..., Any]) -> Any:
-    """Return a member of a class by the public function, which costs a frame more in each call."""
-    eager = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return property(eager, member.fset, member.fdel, member.__doc__) if isinstance(member, property) else eager
+def _eager(member: Any) -> Any:
+    function: Any = member.fget if isinstance(member, property) else member
+    if set_code_exec_strategy is None:  # the public function costs a frame more in each call
+        eager = torch.compiler.disable(function)
+        return property(eager, member.fset, member.fdel, member.__doc__) if isinstance(member, property) else eager
+    function._torchdynamo_disable = True  # not inlined in compiled callers
+    function._torchdynamo_disable_msg = "gangline runs eagerly"
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return member

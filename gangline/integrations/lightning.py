@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
 from gangline.models.balance.rank_timer import waiting_for_ranks
-from gangline.models.current_batch import current_batch
+from gangline.models.balanced_batch import batch_of_rows
 from gangline.models.data.batches import copy_loader
 from gangline.models.loss.gather_rows import gather_rows
 
@@ -82,7 +82,7 @@ class Balance(Callback):
     def _gathered(self, trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather as Lightning does; during training shares of unequal size, which cannot be stacked: [1, rows, ...]."""
         if tensor.dim() and trainer.training:
-            rows = len(tensor) if current_batch().has_samples else 0
+            rows = len(tensor) if batch_of_rows(tensor).samples else 0
             with waiting_for_ranks():
                 lengths = self._gather(torch.tensor(rows, device=tensor.device), group)
             if lengths.min() != lengths.max():

@@ -5,44 +5,36 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from gangline.models.balance.balanced_loader import BalancedLoader, checked_loads
 from gangline.models.balance.rank_balance import checked_caps
-
-
-class QueuedWeight(NamedTuple):
-    """Weight of a batch on this rank."""
-
-    weight: float
-    """Factor of the gradient."""
-    samples: int
-    """Samples of this rank; 0 if the batch is one repeated sample without weight."""
+from gangline.models.balanced_batch import BalancedBatch
 
 
 class QueuedWeights(BalancedLoader):
     """BalancedLoader whose loop says when it trains the next batch; batches are trained in the order of iteration."""
 
-    current: QueuedWeight | None = None
-    """Weight of the batch that is trained."""
-    _queue: deque[QueuedWeight]
+    current: BalancedBatch | None = None
+    """The batch that is trained."""
+    _queue: deque[BalancedBatch]
     _trains_as_read = False
 
-    def next_weight(self) -> QueuedWeight:
-        """Begin to train the next batch, and return its weight."""
+    def next_weight(self) -> BalancedBatch:
+        """Begin to train the next batch, and return it."""
         following = self._queue.popleft()
-        self.use_weight(following)
+        self.train(following)
         return following
 
-    def use_weight(self, weight: QueuedWeight) -> None:
-        """Train the current batch with this weight."""
-        self.current = weight
-        super()._begin_training(*weight)
+    def train(self, batch: BalancedBatch) -> None:
+        """Train a batch with its weight."""
+        self.current = batch
+        super()._begin_training(batch)
 
-    def _begin_training(self, weight: float, samples: int) -> None:
-        self._queue.append(QueuedWeight(weight, samples))
+    def _begin_training(self, batch: BalancedBatch) -> None:
+        self._queue.append(batch)
 
     def __iter__(self) -> Iterator[Any]:
         """Return this rank's batches of an epoch. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from gangline.integrations.queued_weights import QueuedWeight, QueuedWeights, check_options, check_sizes
+from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
+from gangline.models.balanced_batch import BalancedBatch
 
 T = TypeVar("T", bound=transformers.Trainer)
 
@@ -124,7 +126,7 @@ class _Balanced(_Base):
 
     _balance_options: dict[str, Any]
     _balanced: QueuedWeights | None = None
-    _current: QueuedWeight | None = None
+    _current: BalancedBatch | None = None
     _divides_by_items: bool | None = None
 
     def train(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -194,7 +196,7 @@ class _Balanced(_Base):
             return super().compute_loss(*arguments, **options)
         of_mean = self._current
         if self._divides_by_items is not False:
-            self._use_weight(QueuedWeight(float(of_mean.samples > 0), of_mean.samples))
+            self._train(replace(of_mean, weight=float(of_mean.samples > 0)))
         if self._divides_by_items is None:
             model, inputs, *others = arguments
             before, buffers = _random_state(), [buffer.clone() for buffer in model.buffers()]
@@ -203,7 +205,7 @@ class _Balanced(_Base):
             self._divides_by_items = watch.was_used or self.args.torch_compile
             if self._divides_by_items:
                 return result
-            self._use_weight(of_mean)
+            self._train(of_mean)
             _random_state(before)  # the step begins again
             with torch.no_grad():
                 for buffer, value in zip(model.buffers(), buffers, strict=True):
@@ -218,9 +220,9 @@ class _Balanced(_Base):
         finally:
             self.args.average_tokens_across_devices = True
 
-    def _use_weight(self: Any, weight: QueuedWeight) -> None:
-        self._current = weight
-        self._balanced.use_weight(weight)
+    def _train(self: Any, batch: BalancedBatch) -> None:
+        self._current = batch
+        self._balanced.train(batch)
 
     def _counted(self: Any, batch: Any) -> int | Tensor:
         """Return how much a loss that is a mean counts: labels that are not -100, else samples."""

@@ -7,7 +7,7 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
 
@@ -34,12 +34,15 @@ from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Sign
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
+from gangline.models.balance.replica_check import ReplicaCheck
+from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
-from gangline.models.current_batch import NOTHING_COUNTS, CurrentBatch, set_current_batch
 from gangline.models.data.accelerate_loaders import gather_unequal, unprepared
 from gangline.models.data.batches import copy_loader, length_of
+from gangline.models.ignored_labels import LabelWatch
 
 LossReduction = Literal["mean", "sum", "normalized"]
+Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _END = object()
 _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is wrapped"
 
@@ -59,7 +62,7 @@ class BalancedLoader:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: Trained | Sequence[Trained],
         loader: Any,
         *,
         loads: Sequence[float] | Literal["auto"] = "auto",
@@ -78,7 +81,8 @@ class BalancedLoader:
         """Split a loader's batches over the ranks.
 
         Args:
-            model: network that the training loop calls, with its wrapper; a list of all networks that it trains.
+            model: network that the training loop calls, with its wrapper; a list of all networks that it trains, and of
+                parameters outside of them, such as the weights of a loss.
             loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
                 samplers that do not shard draw on rank 0 for all ranks. Other iterables of batches need ``stream``.
             loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
@@ -210,14 +214,22 @@ class BalancedLoader:
         if outer is not None:
             outer.base_dataloader = self._steps
             self._restore = weakref.finalize(self, gather_unequal(outer, waiting_for_ranks))
-        self._weights = GradientWeights(networks) if loss_reduction != "normalized" else None
+        is_weighted = loss_reduction != "normalized"
+        self._watch = LabelWatch(is_needed=count is None and loss_reduction == "mean")
+        self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
+        self._weights = GradientWeights(networks, self._trained) if is_weighted else None
         reduction = None
         if self._weights is not None and self._trains_as_read:
             self._weights.reduction = reduction = reduction_of(networks)
         drops = order is None and budget is None and getattr(loader, "drop_last", False)
-        smallest = self.global_batch if drops else 1
         self._lockstep = Lockstep(
-            self._exchange, self._balance, reduction, count, is_mean=loss_reduction == "mean", smallest=smallest
+            self._exchange,
+            self._balance,
+            reduction,
+            count,
+            ReplicaCheck(networks),
+            is_mean=loss_reduction == "mean",
+            smallest=self.global_batch if drops else 1,
         )
         _open.add(self._lockstep)
         self.epoch = 0
@@ -226,7 +238,7 @@ class BalancedLoader:
         self._consumed = 0  # samples of all ranks that were handed out in this epoch
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
         self._seed: int | None = None  # rank 0's; each epoch's shuffle adds the number of the epoch
-        self._share: Share | None = None
+        self._batch: BalancedBatch | None = None
         self.weight = 1.0
         """Factor of this rank's gradient in the current batch."""
         self._iterations = 0
@@ -236,12 +248,12 @@ class BalancedLoader:
     @property
     def samples(self) -> int:
         """Samples of this rank in the current batch; 0 if the batch only repeats a sample with weight 0."""
-        return 0 if self._share is None else self._share.counts[self._exchange.rank]
+        return 0 if self._batch is None else self._batch.samples
 
     @property
     def shares(self) -> list[int]:
         """Samples of each rank in the current batch; empty outside of batches."""
-        return [] if self._share is None else list(self._share.counts)
+        return [] if self._batch is None else list(self._batch.counts)
 
     @property
     def loads(self) -> list[float]:
@@ -263,11 +275,11 @@ class BalancedLoader:
 
         A break or an error in the loop ends the epoch on all ranks, after the same batch. The next one shuffles anew.
         """
-        batches = self._batches()
-        _iterators.add(batches)
-        return batches
+        iteration = _Iteration(self)
+        _iterators.add(iteration)
+        return iteration
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Generator[Any, None, None]:
         if self._is_closed:
             raise RuntimeError("the balanced loader is closed; call balance() again to go on")
         self._iterations += 1
@@ -291,6 +303,7 @@ class BalancedLoader:
         )
         agreed = [{name: value for name, value in start.items() if name != "seed"} for start in starts]
         check_same(agreed, "balance: call set_epoch() and load_state_dict() alike on all ranks")
+        self._trained.bind_layers()
         if self._weights is not None:
             self._weights.add_new_parameters()
         self._balance.begin_epoch()
@@ -304,7 +317,9 @@ class BalancedLoader:
                 self._begin_batch(self._steps.shares.popleft())
                 if timer is not None:
                     timer.start()
+                self._watch.start()
                 yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
+                self._watch.stop()
                 if self._iterations != iteration:
                     raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
                 if timer is not None:
@@ -312,6 +327,7 @@ class BalancedLoader:
                 if self._outer is not self._steps and not self._lockstep.go_on():  # accelerate has read one ahead
                     break
         finally:
+            self._watch.stop()
             if self._iterations == iteration:
                 self._lockstep.leave()
         self._end_batch()
@@ -345,36 +361,35 @@ class BalancedLoader:
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
     def _begin_batch(self, share: Share) -> None:
-        self._end_batch()
+        self._discard_skipped()
         self._balance.begin_batch(share.cost)
-        self._share = share
         self._first = share.number + 1
         self._consumed += sum(share.counts)
         if self._exchange.rank == 0:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
-        size = self._exchange.size
+        size, rank = self._exchange.size, self._exchange.rank
+        samples = share.counts[rank]
         if self._loss_reduction == "sum":
-            self.weight = float(size) if self.samples else 0.0
+            self.weight = float(size) if samples else 0.0
         else:
-            self.weight = share.counted[self._exchange.rank] * size / (sum(share.counted) or 1.0)
+            self.weight = share.counted[rank] * size / (sum(share.counted) or 1.0)
+        weight = 1.0 if self._weights is None else self.weight or (NOTHING_COUNTS if samples else 0.0)
+        counts, counted = tuple(share.counts), tuple(share.counted)
+        self._batch = BalancedBatch(share.number, counts, counted, samples, self.weight, weight, self._group)
         self._lockstep.begin_batch(share)
-        self._begin_training(self.weight, self.samples)
+        self._begin_training(self._batch)
 
-    def _begin_training(self, weight: float, samples: int) -> None:
-        """Weight the batch that the loop trains next."""
-        if self._weights is None:
-            weight = 1.0
-        else:
-            weight = weight or (NOTHING_COUNTS if samples else 0.0)
-            self._weights.set_weight(weight)
-        set_current_batch(CurrentBatch(weight, samples > 0, self._group))
+    def _begin_training(self, batch: BalancedBatch) -> None:
+        """Begin the batch that the loop trains next."""
+        self._trained.begin(batch)
 
     def _end_batch(self) -> None:
-        self._share = None
-        set_current_batch(None)
-        if self._weights is not None:
-            self._weights.set_weight(None)
+        self._batch = None
+        self._trained.begin(None)
+        self._discard_skipped()
+
+    def _discard_skipped(self) -> None:
         while self._lockstep.skips:
             self._balance.discard_batch(*self._lockstep.skips.pop())
 
@@ -431,6 +446,7 @@ class BalancedLoader:
         _open.discard(self._lockstep)
         self._restore()
         self._balance.close()
+        self._trained.close()
         if self._weights is not None:
             self._weights.close()
         self._exchange.close()
@@ -469,16 +485,27 @@ def _arrangement(
 
 
 def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
-    networks = []
-    for network in model if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]:
-        if not isinstance(network, nn.Module):
+    """Return the networks that the loop trains; the last one holds parameters of no network."""
+    networks: list[nn.Module] = []
+    parameters = nn.ParameterList()
+
+    def add(given: Any) -> None:
+        if isinstance(given, nn.Module):
+            networks.append(given)
+        elif isinstance(given, nn.Parameter):
+            parameters.append(given)
+        elif (given is model and isinstance(model, Iterable)) or isinstance(given, list | tuple | Iterator):
+            for each in given:
+                add(each)
+        else:
             swapped = ": write balance(model, loader)" if isinstance(loader, nn.Module) else ""
             raise TypeError(
                 f"the first argument of balance() is a {type(model).__name__}; expected the network that the loop "
-                f"trains, or a list of its networks{swapped}"
+                f"trains, or a list of its networks and of parameters of no network{swapped}"
             )
-        networks.append(network)
-    return networks
+
+    add(model)
+    return [*networks, parameters] if len(parameters) else networks
 
 
 balance = BalancedLoader  # the name by which programs create it
@@ -511,6 +538,20 @@ def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
         finally:
             timer.pause()
         yield batch
+
+
+class _Iteration(Iterator[Any]):
+    """Iteration over a loader, which it keeps, with its hooks: a loop may read the end before its last backward."""
+
+    def __init__(self, loader: BalancedLoader) -> None:
+        self._loader, self._batches = loader, loader._batches()
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Leave the epoch."""
+        self._batches.close()
 
 
 class _Steps:

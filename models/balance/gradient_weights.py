@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,15 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gangline.kvstore.nan_check import checks_finite, not_finite
+from gangline.models.balanced_batch import NOTHING_COUNTS, BatchesOfNetworks, WeakCall, of_parameter, weighted
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
-from gangline.models.current_batch import NOTHING_COUNTS, weighted
 
 _log = logging.getLogger("gangline")
-_balanced: Any = WeakTensorKeyDictionary()
-"""Weak reference to the GradientWeights of each parameter."""
 
 
 class GradientWeights:
@@ -40,64 +37,37 @@ class GradientWeights:
     of the global batch, weight c x world size / C makes the average the gradient of the mean over all C. The weights
     of all ranks sum to the world size, so a term of the loss that is equal on all ranks keeps its gradient.
 
-    The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses. A backward
-    belongs to the current batch, or to that of the last forward if no gradient has arrived since: a loop may read the
-    next batch between forward and backward.
+    The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses.
     """
 
-    def __init__(self, networks: Sequence[nn.Module]) -> None:
+    def __init__(self, networks: Sequence[nn.Module], batches: BatchesOfNetworks) -> None:
         """Add the hooks; `close` removes them. Collective with FSDP2, whose parameters are gathered.
 
         The networks are the modules that the training loop calls, with their wrappers.
         """
         check_not_balanced(networks)
         _check_batchnorm(networks)
-        self._weight: float | None = None  # of the current batch; None between batches
-        self._reader = threading.current_thread()  # which began the current batch
-        self._of_backward: float | None = None  # of the batch whose gradients arrive
-        self._is_pending = False  # no gradient has arrived since a forward in a batch
-        self._has_begun = self._is_warned = False
+        self._batches = batches
+        self._is_warned = False
         self.reduction: Reduction | None = None
         """Counts the gradients that arrive."""
         self._networks = list(networks)
         self._unreduced = _frozen_at_wrapping(networks)
         self._hooks: list[RemovableHandle] = []
-        self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._hooks.append(register_optimizer_step_pre_hook(weakly(self._check_step)))
-        self.close = weakref.finalize(self, _remove, weakref.ref(self), self._hooks)
-        begin_forward = torch.compiler.disable(weakly(self._begin_forward))  # type: ignore[no-untyped-call]
-        for network in networks:
-            self._hooks.append(network.register_forward_pre_hook(begin_forward))
+        self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = weakref.WeakKeyDictionary()
+        self._without_wrapper: set[tuple[torch.Size, ...]] = set()  # shapes of the parameters of an optimizer
+        self._hooks.append(register_optimizer_step_pre_hook(WeakCall(self._check_step)))
+        self.close = weakref.finalize(self, _remove, weakref.ref(batches), self._hooks)
         for unit in (module for network in networks for module in network.modules() if isinstance(module, FSDPModule)):
             self._add_to_gathered(unit)
         self.add_new_parameters()
 
-    def set_weight(self, weight: float | None) -> None:
-        """Begin a batch of this weight, or end it with None: backward passes outside of batches have no weight."""
-        self._has_begun |= weight is not None
-        self._weight = weight
-        self._reader = threading.current_thread()
-        if not self._is_pending:
-            self._of_backward = weight
-
-    def _begin_forward(self, *_: Any) -> None:
-        if self._weight is None or not torch.is_grad_enabled():
-            return
-        main = threading.main_thread()
-        if self._reader is not main and threading.current_thread() is main:  # a checkpoint's forward may be in others
-            raise RuntimeError(
-                f"balance: the balanced loader is read in thread {self._reader.name!r}, as by a prefetcher around it, "
-                "while the main thread trains, so batches would get the weights of others; put the prefetcher around "
-                "the loader that balance() is given, and read the balanced loader in the loop"
-            )
-        self._of_backward, self._is_pending = self._weight, True
-
     def _weighted(self, gradient: Tensor) -> Tensor | None:
         """Return a gradient times the weight of its batch; None: unchanged."""
-        self._is_pending = False
+        batch = self._batches.note_gradient()
         if self.reduction is not None:
             self.reduction.note_gradient()
-        if self._of_backward is None and self._has_begun and not self._is_warned:
+        if batch is None and self._batches.has_begun and not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "balance: a gradient arrived outside of the batches of the balanced loader and has no weight. A "
@@ -105,12 +75,11 @@ class GradientWeights:
                 "the weight of that one: balance() what is around the loader. If the gradient is of other data, call "
                 "close() of the loader first"
             )
-        weight = self._of_backward
-        if weight is None or weight == 1.0:
+        if batch is None or batch.weight == 1.0:
             return None
-        if weight == NOTHING_COUNTS and not gradient.is_sparse:
+        if batch.weight == NOTHING_COUNTS and not gradient.is_sparse:
             gradient = gradient.nan_to_num(0.0, 0.0, 0.0)  # mean over no samples
-        return weighted(gradient, weight)
+        return weighted(gradient, batch.weight)
 
     def add_new_parameters(self) -> None:
         """Add hooks to new parameters: layers may be added or replaced between epochs."""
@@ -119,9 +88,9 @@ class GradientWeights:
             flat = [unit._flat_param for unit in FullyShardedDataParallel.fsdp_modules(network)]
             named_flat = [("of a flattened unit", parameter) for parameter in flat if parameter is not None]
             for name, parameter in (*network.named_parameters(), *named_flat):
-                if parameter not in _balanced:
+                if parameter not in of_parameter:
                     self._add(name, parameter)
-                    if self._has_begun and _averages(network, name):
+                    if self._batches.has_begun and averages(network, name):
                         self._unreduced[name] = parameter
 
     def _add_to_gathered(self, unit: FSDPModule) -> None:
@@ -134,25 +103,25 @@ class GradientWeights:
                 self._add(name, parameter)
         unit.reshard()
         for parameter in shards.values():
-            _balanced[parameter] = weakref.ref(self)
+            of_parameter[parameter] = weakref.ref(self._batches)
 
     def _add(self, name: str, parameter: Tensor) -> None:
         if is_lazy(parameter):
             raise ValueError("the network has parameters without a shape; run a batch through it before balance()")
-        _balanced[parameter] = weakref.ref(self)
+        of_parameter[parameter] = weakref.ref(self._batches)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
         is_frozen = not parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter accepts no hook, but may be unfrozen later
-        calls = [weakly(self._weighted)]
+        calls: list[Callable[..., Any]] = [WeakCall(self._weighted)]
         if checks_finite():
-            calls.append(partial(weakly(self._check_finite), name))
+            calls.append(partial(WeakCall(self._check_finite), name))
         self._hooks += [parameter.register_hook(call) for call in calls]  # type: ignore[no-untyped-call]
         if is_frozen:
             parameter.requires_grad_(False)
 
     def _check_finite(self, name: str, gradient: Tensor) -> None:
-        if self._weight is None:
+        if self._batches.handed_out is None:
             return
         values = gradient._values() if gradient.is_sparse else gradient
         if values.isfinite().all():
@@ -163,7 +132,7 @@ class GradientWeights:
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
-        if self._weight is None:
+        if self._batches.handed_out is None:
             return
         unreduced = [
             (name, one) for name, one in self._unreduced.items() if one.requires_grad
@@ -177,11 +146,24 @@ class GradientWeights:
                 "before freezing, with find_unused_parameters=True"
             )
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._checked.get(optimizer) == count:
-            return
-        unknown = [
-            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in _balanced
-        ]
+        checked, unweighted = self._checked.get(optimizer, (-1, []))
+        if checked != count:
+            unweighted = self._check_parameters(optimizer)
+            self._checked[optimizer] = count, unweighted
+        shapes = [str(tuple(parameter.shape)) for parameter in unweighted if parameter.grad is not None]
+        if shapes:
+            others = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
+            raise RuntimeError(
+                "balance: an optimizer steps the network, and also other parameters that balance() was not given, of "
+                f"shapes {', '.join(shapes[:3])}{others}, so their gradients do not have the weight of this rank's "
+                "share; write balance([network, other_network, parameter], loader) with all networks and parameters "
+                "that train on the batch"
+            )
+
+    def _check_parameters(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the parameters that an optimizer steps next to those of the networks, but are not balanced."""
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unknown = [parameter for parameter in stepped if parameter not in of_parameter]
         own = {id(parameter) for network in self._networks for parameter in network.parameters()}
         if any(id(parameter) in own for parameter in unknown):
             raise RuntimeError(
@@ -189,20 +171,23 @@ class GradientWeights:
                 "the weight of this rank's share; add or replace layers between epochs, before the loop asks for the "
                 "first batch"
             )
-        if unknown and (wrapper := _wrapper_of(unknown)) is not None:
+        shapes = tuple(parameter.shape for parameter in unknown)
+        # The copies that an inner loop trains in each step are looked up once.
+        if unknown and shapes not in self._without_wrapper and (wrapper := _wrapper_of(unknown)) is not None:
             raise RuntimeError(
                 f"balance: a {wrapper} trains on a balanced batch, but balance() was not given it, so its gradients do "
                 "not have the weight of this rank's share; write balance([network, other_network], loader) with all "
                 "networks that the loop trains; if it trains on a loader of its own, balance() that as well"
             )
-        self._checked[optimizer] = count
+        self._without_wrapper.add(shapes)
+        return unknown if any(id(parameter) in own for parameter in stepped) else []
 
 
 def check_not_balanced(networks: Sequence[nn.Module]) -> None:
     """Raise RuntimeError if the gradients of a network, or of a part of it, have weights already."""
     for network in networks:
         for parameter in network.parameters():
-            if _balanced.get(parameter, lambda: None)() is not None:
+            if of_parameter.get(parameter, lambda: None)() is not None:
                 raise RuntimeError(
                     f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
                     "weighted twice; balance the loader that trains only, and leave those of evaluation as they are; "
@@ -223,7 +208,7 @@ def _frozen_at_wrapping(networks: Sequence[nn.Module]) -> dict[str, nn.Parameter
     for network in networks:
         model = getattr(network, "_orig_mod", network)  # inside torch.compile
         if isinstance(model, DistributedDataParallel):
-            own = {name: one for name, one in model.named_parameters() if _averages(model, name)}
+            own = {name: one for name, one in model.named_parameters() if averages(model, name)}
             frozen = {name: one for name, one in own.items() if not one.requires_grad}
             averaged = model._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
             if averaged < len(own) - len(frozen):
@@ -237,7 +222,7 @@ def _frozen_at_wrapping(networks: Sequence[nn.Module]) -> dict[str, nn.Parameter
     return found
 
 
-def _averages(network: nn.Module, name: str) -> bool:
+def averages(network: nn.Module, name: str) -> bool:
     """Return whether DistributedDataParallel should average the gradient of a parameter over several ranks."""
     model = getattr(network, "_orig_mod", network)
     if not isinstance(model, DistributedDataParallel) or dist.get_world_size(model.process_group) == 1:
@@ -254,17 +239,19 @@ def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
             )
 
 
-def _remove(owner: weakref.ref[GradientWeights], hooks: list[RemovableHandle]) -> None:
+def _remove(owner: weakref.ref[BatchesOfNetworks], hooks: list[RemovableHandle]) -> None:
     while hooks:
         hooks.pop().remove()
-    for parameter in [parameter for parameter, of in _balanced.items() if of is owner or of() is None]:
-        del _balanced[parameter]
+    for parameter in [parameter for parameter, of in of_parameter.items() if of is owner or of() is None]:
+        del of_parameter[parameter]
 
 
 def _wrapper_of(parameters: Sequence[Tensor]) -> str | None:
-    """Return the type of a DistributedDataParallel or FSDP2 module with one of the parameters; None: there is none."""
+    """Return the type of a wrapper that averages gradients, with one of the parameters; None: there is none."""
     wanted = {id(parameter) for parameter in parameters}
-    kinds = (DistributedDataParallel, FSDPModule)
+    kinds: tuple[type, ...] = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    if (deepspeed := sys.modules.get("deepspeed")) is not None:
+        kinds = (*kinds, deepspeed.DeepSpeedEngine)
     found = [
         module
         for module in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
@@ -303,7 +290,7 @@ class Reduction:
         """True if gradients have been reduced, so that other ranks are expected to run forward in each batch."""
         # A second call of DistributedDataParallel's hook before forward would broadcast buffers again.
         if model.broadcast_buffers and any(True for _ in model.buffers()):
-            hook = model.module.register_forward_pre_hook(weakly(self._note_forward))
+            hook = model.module.register_forward_pre_hook(WeakCall(self._note_forward))
             weakref.finalize(self, hook.remove)
         self.begin_batch()
 
@@ -422,14 +409,3 @@ def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:
     if model.static_graph or waits_inside or model.parameters_to_ignore or model.mixed_precision is not None:
         return None
     return Reduction(model)
-
-
-def weakly(method: Any) -> Callable[..., Any]:
-    """Return a hook that calls a bound method through a weak reference to its object."""
-    owner, function = weakref.ref(method.__self__), method.__func__
-
-    def call(*arguments: Any) -> Any:
-        found = owner()
-        return None if found is None else function(found, *arguments)
-
-    return call

@@ -20,6 +20,8 @@ from gangline.kvstore.nan_check import not_finite
 from gangline.models.balance.gradient_weights import Reduction
 from gangline.models.balance.rank_balance import Measured, RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
+from gangline.models.balance.replica_check import ReplicaCheck, check_updates
+from gangline.models.data.batches import common_rows
 
 LEAVE_SECONDS = 60.0
 """Time for other ranks to finish the batch in which this rank left the loop without a gradient."""
@@ -65,7 +67,7 @@ class Signal(IntEnum):
     EPOCH = 0
     """It begins an epoch."""
     BATCH = 1
-    """It has read the next batch: samples, what they count, `Piece.whole` and what it has `Measured` follow."""
+    """It has read the next batch: samples, what they count, `Piece.whole`, `ReplicaCheck.number` and `Measured`."""
     UNREAD = 2
     """It could not read the next batch."""
     NEXT = 3
@@ -85,7 +87,7 @@ class Signal(IntEnum):
 
 
 _IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
-_ROW = 4 + len(Measured._fields)  # numbers in a message
+_ROW = 5 + len(Measured._fields)  # numbers in a message
 _Rows = Sequence[Sequence[float]]
 
 
@@ -102,6 +104,7 @@ class Lockstep:
         balance: RankBalance,
         reduction: Reduction | None,
         count: Count | None,
+        replicas: ReplicaCheck,
         *,
         is_mean: bool,
         smallest: int,
@@ -112,7 +115,8 @@ class Lockstep:
         global batch of fewer than ``smallest`` samples ends the epoch.
         """
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
-        self._is_mean, self._smallest = is_mean, smallest
+        self._is_mean, self._smallest, self._replicas = is_mean, smallest, replicas
+        self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
         self.is_open = False
         """True while this rank is in an epoch."""
         self.was_left = False
@@ -169,10 +173,10 @@ class Lockstep:
         row: tuple[float, ...] = (Signal.UNREAD,)
         try:
             piece = next(pieces, piece)
-            row = (Signal.BATCH, float(piece.samples), _counted(self._count, piece), float(piece.whole))
+            counted, update = _counted(self._count, piece), self._replicas.number()
             if self.skips:
                 self._balance.drop_time()
-            row = (*row, *self._balance.measured())
+            row = (Signal.BATCH, piece.samples, counted, piece.whole, update, *self._balance.measured())
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
         rows = self._ask(*row)
@@ -183,6 +187,7 @@ class Lockstep:
                 self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {number}")
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
+        check_updates([row[4] for row in rows], number)
         for rank, (_, _, counted, whole, *_) in enumerate(rows):
             if not (0 <= counted < math.inf):
                 raise ValueError(
@@ -193,12 +198,28 @@ class Lockstep:
                     f"rank {rank} read other samples than rank 0 for global batch {number}; expected the same data "
                     'set, and with stream="same" the same order of samples (the same seed of shuffles), on all ranks'
                 )
-        counts = [int(row[1]) for row in rows]
-        self._balance.receive(number, [Measured(*row[4:]) for row in rows], piece.total or float(sum(counts)))
+        counts, divisors = [int(row[1]) for row in rows], [row[2] for row in rows]
+        self._balance.receive(number, [Measured(*row[5:]) for row in rows], piece.total or float(sum(counts)))
+        if self._count is None:
+            divisors = self._rows_of_samples(number, counts, divisors) if self._is_mean else list(map(float, counts))
         if sum(counts) < self._smallest:
             self.is_open = False
             return None
-        return Share(number, counts, [row[2] for row in rows], piece.cost), piece.batch
+        return Share(number, counts, divisors, piece.cost), piece.batch
+
+    def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:
+        """Return the rows of all ranks' batches; ValueError if they may not be the samples that collate has kept."""
+        pairs = [(own, count) for own, count in zip(rows, counts, strict=True) if count]
+        self._has_samples_as_rows |= any(own == count for own, count in pairs)
+        is_in_proportion = all(own * pairs[0][1] == count * pairs[0][0] for own, count in pairs)
+        is_kept = self._has_samples_as_rows and all(own <= count for own, count in pairs)
+        if not is_in_proportion and not is_kept:
+            raise ValueError(
+                f"balance: the shares of global batch {number} are {counts} samples, but the tensors that collate made "
+                f"of them have {[int(own) for own in rows]} rows; balance() cannot tell what the loss is a mean "
+                "over: pass count=, a function of the batch, such as count=len or lambda batch: len(batch[0]) for rows"
+            )
+        return rows
 
     def go_on(self) -> bool:
         """Ask for a batch that was exchanged before; return False if a rank has ended the epoch. Collective."""
@@ -363,7 +384,9 @@ def _row(*numbers: float) -> list[float]:
 
 
 def _counted(count: Count | None, piece: Piece) -> float:
-    value = piece.samples if count is None or not piece.samples else count(piece.batch)
+    if count is None or not piece.samples:
+        return common_rows(piece.batch, piece.samples) if piece.samples else 0.0
+    value = count(piece.batch)
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -46,19 +46,23 @@ class RankTimer:
     On a GPU the times are between events on its current stream: host time counts only where the GPU waits for it.
     """
 
+    _since: Any = None  # start of the running interval; None: paused
+    _was_running = _is_after_backward = _is_in_backward = _is_in_forward = False
+
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Add hooks to the modules that the training loop calls, with their wrappers; `close` removes them."""
         parameters = [parameter for model in models for parameter in model.parameters()]
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._parameters = {id(parameter) for parameter in parameters}
         self._time = ElapsedTime()
-        self._since: Any = None  # start of the running interval; None: paused
-        self._was_running = self._is_after_backward = self._is_in_backward = self._is_in_forward = False
         self._hooks: list[RemovableHandle] = []
         for model in models:
             self._add_hooks(model)
         self._hooks.append(register_optimizer_step_pre_hook(self._begin_step))
         _timers.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies of networks keep copies of hooks, which do nothing
+        return RankTimer.__new__, (RankTimer,)
 
     def _add_hooks(self, model: nn.Module) -> None:
         inner = inner_module(model)

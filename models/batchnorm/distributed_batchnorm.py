@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from gangline.models.current_batch import current_batch, weighted
+from gangline.models.balanced_batch import batch_of_layer, weighted
 
 Direction = Literal["forward", "backward"]
 _log = logging.getLogger("gangline")
@@ -68,8 +68,8 @@ class DistributedBatchNorm(_BatchNorm):
         """Return the normalized batch. Collective in training mode."""
         if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             return super().forward(input)
-        batch = current_batch()
-        return normalize(self, input, partial(_exchange, self, batch.weight), counts=batch.has_samples)
+        batch = batch_of_layer(self)
+        return normalize(self, input, partial(_exchange, self, batch.weight), counts=batch.samples > 0)
 
 
 _SYNCHRONIZED = (nn.SyncBatchNorm, DistributedBatchNorm)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from gangline.models.current_batch import current_batch
+from gangline.models.balanced_batch import batch_of_rows
 from gangline.models.data.batches import copy_loader
 
 _loaders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -89,7 +89,7 @@ def gather_unequal(loader: Any, waiting: Callable[[], AbstractContextManager[Non
         if not tensor.dim():
             return plain(tensor)
         trained = GradientState().active_dataloader
-        is_repeated = not current_batch().has_samples and (trained is None or trained in _loaders)
+        is_repeated = not batch_of_rows(tensor).samples and (trained is None or trained in _loaders)
         own = tensor.detach()[: 0 if is_repeated else None]
         lengths = plain(torch.tensor([len(own)], device=tensor.device)).tolist()
         if min(lengths) == max(lengths):

@@ -19,6 +19,8 @@ Batch = Any
 _OF_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 """Arguments of a DataLoader that choose the batches."""
 
+_MOST_PARTS = 4  # of a batch, which a collate function returns as a list
+
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
     """Apply ``function`` to each tensor and keep the nesting."""
@@ -65,6 +67,26 @@ def num_samples(batch: Batch, what: str) -> int:
     if size < 1:
         raise ValueError(f"{what} has no samples; expected at least one")
     return size
+
+
+def common_rows(batch: Any, samples: int) -> int:
+    """Return the length that all tensors and lists of a batch have, or ``samples`` if they have none in common."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if not isinstance(parts, list | tuple):
+        parts = [parts]
+    elif len(parts) == samples > _MOST_PARTS:  # the samples themselves
+        return samples
+    lengths: set[int | None] = set()
+    for part in parts:
+        if isinstance(part, Mapping):
+            lengths.add(common_rows(part, -1))
+        elif isinstance(part, torch.Tensor | np.ndarray):
+            lengths |= {len(part)} if part.ndim else set()
+        elif isinstance(part, list | tuple):  # of tensors: of samples, or parts of a batch
+            is_plain = not any(isinstance(each, torch.Tensor | np.ndarray | Mapping | list | tuple) for each in part)
+            lengths.add(len(part) if is_plain else None)
+    found = lengths.pop() if len(lengths) == 1 else None
+    return samples if found is None or found < 0 else found
 
 
 def is_empty(data: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gangline.models.balance.rank_timer import waiting_for_ranks
-from gangline.models.current_batch import current_batch, weighted
+from gangline.models.balanced_batch import batch_of_rows, weighted
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -29,17 +29,18 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         group: the ranks that average gradients; None: those of the balanced loader, else all.
 
     Raises:
-        RuntimeError: if torch.distributed is not initialized.
+        RuntimeError: if torch.distributed is not initialized, or several balanced loaders have a batch and no network
+            of theirs computed the rows.
         ValueError: if rows has no dimension, or on all ranks if their shapes or dtypes differ.
     """
-    batch = current_batch()
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
     if not rows.dim():
         raise ValueError("rows is a tensor of 0 dimensions; expected [rows, ...]")
+    batch = batch_of_rows(rows)
     with waiting_for_ranks():
         gathered: Tensor = _GatherRows.apply(  # type: ignore[no-untyped-call]
-            rows, batch.weight, batch.has_samples, group if group is not None else batch.group
+            rows, batch.weight, batch.samples > 0, group if group is not None else batch.group
         )
     return gathered
 

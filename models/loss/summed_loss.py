@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from gangline.models.data.batches import Batch
+from gangline.models.ignored_labels import counts_labels
 
 _log = logging.getLogger("gangline")
 Loss = nn.Module | Callable[..., torch.Tensor] | None
@@ -255,8 +256,8 @@ def _class_count(loss: Any, label: torch.Tensor) -> float:
 
 def _skips_labels(loss: Any, label: torch.Tensor) -> bool:
     """Return True if the loss weights its labels, or may ignore some."""
-    is_set = loss.weight is not None or loss.ignore_index != nn.CrossEntropyLoss().ignore_index
-    return is_set or bool((label == loss.ignore_index).any())
+    is_set = loss.ignore_index != nn.CrossEntropyLoss().ignore_index
+    return is_set or counts_labels(loss.weight, loss.ignore_index, label)
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

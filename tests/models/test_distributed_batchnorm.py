@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
 from gangline import Communicator, convert_sync_batchnorm, spawn
+from gangline.models.balanced_batch import weighted
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
-from gangline.models.current_batch import weighted
 from tests.models.unequal_jobs import join
 
 SHARES = [[9, 3, 2], [1, 6, 5], [5, 0, 7], [4, 4, 1]]

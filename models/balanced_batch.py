@@ -1,0 +1,202 @@
+"""Balanced batches: which batch the networks of a balanced loader train; their hooks and layers ask here."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gangline.collectives.eager import run_eagerly
+
+NOTHING_COUNTS = 2.0**-40
+"""Weight of a share whose count is 0: a weight of 0 would lose gradients from other ranks' losses."""
+
+
+@dataclass(frozen=True, eq=False)
+class BalancedBatch:
+    """A global batch and this rank's part in it."""
+
+    number: int = 0
+    """Number of the global batch, counted from the start of the job."""
+    counts: tuple[int, ...] = ()
+    """Samples of each rank."""
+    counted: tuple[float, ...] = ()
+    """Divisor of each rank's mean loss."""
+    samples: int = 1
+    """Samples of this rank; 0 if its batch only repeats a sample with weight 0."""
+    share: float = 1.0
+    """Factor that makes the mean over ranks of their losses that of the global batch."""
+    weight: float = 1.0
+    """Factor of this rank's gradients at the parameters: the share, or 1 if the loop itself weights its loss."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that average gradients; None: all."""
+
+
+_NO_BATCH = BalancedBatch()
+_all: weakref.WeakSet[BatchesOfNetworks] = weakref.WeakSet()
+_of_layer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[BatchesOfNetworks]] = weakref.WeakKeyDictionary()
+of_parameter: Any = WeakTensorKeyDictionary()
+"""Weak reference to the `BatchesOfNetworks` of each parameter whose gradients have weights."""
+
+
+class BatchesOfNetworks:
+    """The batch that the networks of one balanced loader train.
+
+    A loop may read the next batch before backward, so gradients belong to the batch of the last forward. If it calls
+    other methods than forward, they belong to the batch handed out last or, if none arrived before the loop asked for
+    that one, to the batch before.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module], *, may_read_ahead: bool) -> None:
+        """Add hooks to the modules that the training loop calls, with their wrappers; `close` removes them.
+
+        ``may_read_ahead``: the loop may ask for the next batch before backward, and `note_gradient` is called.
+        """
+        self.handed_out: BalancedBatch | None = None
+        """None between batches."""
+        self._trained: BalancedBatch | None = None  # whose gradients arrive
+        self._with_gradient: BalancedBatch | None = None  # the last one
+        self._is_pending = False  # no gradient has arrived since a forward in a batch
+        self._is_in_step = not may_read_ahead  # gradients have arrived for the batch handed out last
+        self._may_read_ahead = may_read_ahead
+        self._reader = threading.current_thread()  # which began the batch
+        self.has_begun = False
+        """True if there has been a batch."""
+        self._networks = networks
+        hook = _CallInForward(self._note_forward)
+        self._hooks = [network.register_forward_pre_hook(hook) for network in networks]
+        self._remove = weakref.finalize(self, _remove, self._hooks)
+        self.bind_layers()
+        _all.add(self)
+
+    def bind_layers(self) -> None:
+        """Make the layers of the networks ask here for their batch; they may be added between epochs."""
+        _of_layer.update((layer, weakref.ref(self)) for network in self._networks for layer in network.modules())
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.begin(None)
+        self._remove()
+        _all.discard(self)
+
+    def begin(self, batch: BalancedBatch | None) -> None:
+        """Begin a batch, or end it with None."""
+        before, self.handed_out = self.handed_out, batch
+        self._reader = threading.current_thread()
+        self.has_begun |= batch is not None
+        if not self._is_pending:
+            is_read_ahead = before is not None and self._with_gradient is not before and not self._is_in_step
+            self._trained = before if is_read_ahead else batch
+        if batch is None:
+            self._is_in_step = not self._may_read_ahead
+
+    def _note_forward(self, *_: object) -> None:
+        """Note that a network runs forward; not in a backward, which may run the forward of its batch again."""
+        if self.handed_out is None or not torch.is_grad_enabled() or _is_in_backward():
+            return
+        main = threading.main_thread()
+        if self._reader is not main and threading.current_thread() is main:  # a checkpoint's forward may be in others
+            raise RuntimeError(
+                f"balance: the balanced loader is read in thread {self._reader.name!r}, as by a prefetcher around it, "
+                "while the main thread trains, so batches would get the weights of others; put the prefetcher around "
+                "the loader that balance() is given, and read the balanced loader in the loop"
+            )
+        self._trained, self._is_pending = self.handed_out, True
+
+    def note_gradient(self) -> BalancedBatch | None:
+        """Return the batch of a gradient that arrives; None: it is of no batch."""
+        self._is_pending = False
+        self._with_gradient = self._trained
+        self._is_in_step |= self._trained is self.handed_out is not None
+        return self._trained
+
+    @property
+    def current(self) -> BalancedBatch | None:
+        """The batch of a call in the loop, or in a backward."""
+        return self._trained if self._is_pending or _is_in_backward() else self.handed_out
+
+
+@run_eagerly
+def batch_of_layer(layer: nn.Module) -> BalancedBatch:
+    """Return the batch that a layer trains; one of weight 1 outside of balanced batches."""
+    owner = _of_layer.get(layer, lambda: None)()
+    return _one_of(_all if owner is None else [owner], f"a {type(layer).__name__} outside of their networks")
+
+
+@run_eagerly
+def batch_of_rows(rows: Tensor) -> BalancedBatch:
+    """Return the batch whose forward computed these rows; one of weight 1 outside of balanced batches."""
+    owners: Collection[BatchesOfNetworks] = [owner for owner in _all if owner.current is not None]
+    if len(owners) > 1:
+        owners = _owners_in_graph(rows) or owners
+    return _one_of(owners, "rows that no balanced network computed")
+
+
+def _one_of(owners: Iterable[BatchesOfNetworks], what: str) -> BalancedBatch:
+    batches = [batch for owner in owners if (batch := owner.current) is not None]
+    if len({(batch.weight, batch.samples > 0, batch.group) for batch in batches}) > 1:
+        raise RuntimeError(
+            f"balance: {len(batches)} balanced loaders have a batch each, and for {what} it is not known which one "
+            "is meant; use outputs of one balanced network, and close() loaders that are not read any more"
+        )
+    return batches[0] if batches else _NO_BATCH
+
+
+def _owners_in_graph(rows: Tensor) -> set[BatchesOfNetworks]:
+    """Return the owners of the parameters of which rows are computed."""
+    nodes: list[Any] = [rows.grad_fn]
+    seen, found = {None}, set()
+    while nodes:
+        if (node := nodes.pop()) in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # of a leaf
+            found.add(of_parameter.get(node.variable, lambda: None)())
+        nodes += [following for following, _ in node.next_functions]
+    return found - {None}
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class WeakCall:
+    """A hook that calls a bound method through a weak reference to its object; copies of it do nothing."""
+
+    def __init__(self, method: Any = None) -> None:
+        """Refer to the object of a method."""
+        self._owner: Callable[[], Any] = lambda: None
+        if method is not None:
+            self._owner, self._function = weakref.ref(method.__self__), method.__func__
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the method, if its object exists."""
+        owner = self._owner()
+        return None if owner is None else self._function(owner, *arguments)
+
+    def __reduce__(self) -> tuple[type[WeakCall], tuple[()]]:
+        return type(self), ()
+
+
+@run_eagerly
+class _CallInForward(WeakCall):
+    def __call__(self, *arguments: Any) -> Any:
+        return super().__call__(*arguments)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
+def weighted(gradient: Tensor, weight: float) -> Tensor:
+    """Return a gradient times a weight; zeros for weight 0, also if the gradient is NaN."""
+    return gradient * weight if weight else torch.zeros_like(gradient)
