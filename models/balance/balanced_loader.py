@@ -211,6 +211,7 @@ class BalancedLoader:
         self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
         self._outer = self._steps if outer is None else outer
         self._restore: Callable[[], Any] = lambda: None
+        self._joins_batches = arrangement is not None and arrangement.joins
         if outer is not None:
             outer.base_dataloader = self._steps
             self._restore = weakref.finalize(self, gather_unequal(outer, waiting_for_ranks))
@@ -400,6 +401,7 @@ class BalancedLoader:
             "samples": self._consumed,
             "seed": self._seed,
             "batch": self._first,
+            "global_batch": self.global_batch,
             "split": self._balance.state(),
         }
 
@@ -412,6 +414,12 @@ class BalancedLoader:
         if missing := [name for name in ("epoch", "batch", "samples", "seed", "split") if name not in state]:
             raise ValueError(
                 f"the state has no {', '.join(missing)}; expected what state_dict() of a balanced loader returned"
+            )
+        saved, present = state.get("global_batch", self.global_batch), self.global_batch
+        if self._joins_batches and state["samples"] and saved != present:
+            raise ValueError(
+                f"the epoch was left in the middle with a global batch of {saved} samples, and goes on with {present}, "
+                f"but accumulate= and pool= form other batches of them; expected global_batch={saved}"
             )
         self.set_epoch(state["epoch"])
         self._first = state["batch"]

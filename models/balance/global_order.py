@@ -245,10 +245,11 @@ class ShareSampler(Sampler[list[Any]]):
         self._known.clear()
         self._drawn.clear()
         self._is_complete, self._first = False, first
-        if self._arrangement is None:
+        arrangement = self._arrangement
+        if arrangement is None or not arrangement.joins:
             self._batches = self._order.batches(seed, skip)
         else:
-            self._batches = self._arrangement.batches(self._order.batches(seed, 0), seed, skip)
+            self._batches = arrangement.batches(self._order.batches(seed, 0), seed, skip)
         for _ in range(self._ahead + 1):
             self.read_ahead()
         for batch in loader:

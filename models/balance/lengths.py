@@ -6,7 +6,7 @@ import math
 import random
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Lengths:
         self._values: Costs | None = None
         if self._function is not None:
             return
-        if isinstance(lengths, str) or not hasattr(lengths, "__len__") or not hasattr(lengths, "__getitem__"):
+        if isinstance(lengths, str | Mapping) or not hasattr(lengths, "__len__") or not hasattr(lengths, "__getitem__"):
             raise TypeError(
                 f"lengths is {lengths!r}; expected one number for each sample of the data set, such as "
                 "[len(text) for text in texts] or a column, or a function from an index to a number"
@@ -52,10 +52,12 @@ class Lengths:
             self._values = np.asarray(values, np.float64)
         except (TypeError, ValueError):
             self._values = None
-        if self._values is None or self._values.ndim != 1:
+        if self._values is None or (self._values.ndim != 1 and len(values)):
             first = next((n for n, value in enumerate(values) if not isinstance(value, int | float | np.number)), 0)
-            shown = f"lengths[{first}] is of type {type(values[first]).__name__}" if len(values) else "lengths is empty"
-            raise TypeError(f"{shown}; expected a number, such as the sample's number of tokens")
+            raise TypeError(
+                f"lengths[{first}] is of type {type(values[first]).__name__}; expected a number, such as the sample's "
+                "number of tokens"
+            )
         if samples is not None and len(self._values) != samples:
             raise ValueError(
                 f"lengths has {len(self._values)} numbers for the {samples} samples of the data set; expected one for "
@@ -116,6 +118,11 @@ class Arrangement:
     """True if the batches of an update are cut together, whatever the number of samples of each."""
     pool: int = 1
     """Batches from which as many batches of similar lengths are formed, in random order."""
+
+    @property
+    def joins(self) -> bool:
+        """True if batches are formed from samples of several ones of the order."""
+        return self.accumulate > 1 or self.pool > 1
 
     def batches(self, order: Iterator[list[Any]], seed: int, skip: int) -> Iterator[list[Any] | Update | None]:
         """Return the global batches, or an update and None for each of its other batches, without ``skip`` samples.

@@ -77,7 +77,7 @@ class Signal(IntEnum):
     REDUCED = 5
     """It waits for the sum of gradients: `Reduction.adds`, and the number of a parameter that is not finite, follow."""
     SKIPPED = 6
-    """It has no gradient in this step: `Reduction.adds`, and 1 if it ran out of memory, follow."""
+    """It has no gradient in this step: `Reduction.adds`, and its share's cost if it ran out of memory, follow."""
     LOST = 7
     """Like SKIPPED, but a part of its gradient may be in the sum already."""
     LEFT = 8
@@ -125,7 +125,7 @@ class Lockstep:
         """True if this rank ends the epoch when the loop asks for the next batch."""
         self.skips: list[tuple[int, dict[int, int]]] = []
         """Steps in which a rank had no gradient, until they are taken from this list: number of the global batch, and
-        samples of each rank that ran out of memory. The same on all ranks."""
+        cost of the share of each rank that ran out of memory. The same on all ranks."""
         self._share: Share | None = None  # of the current batch
         self._rows: _Rows | None = None  # messages of all ranks at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
@@ -242,7 +242,7 @@ class Lockstep:
             )
         reduction.enter_forward()
         signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
-        rows = self._gather(signal, reduction.adds, out_of_memory)
+        rows = self._gather(signal, reduction.adds, max(self._share.cost, 1.0) if out_of_memory else 0.0)
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()
         reduction.is_ended = True
@@ -364,7 +364,7 @@ class Lockstep:
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )
-        self.skips.append((share.number, {rank: share.counts[rank] for rank in skipped if rows[rank][2]}))
+        self.skips.append((share.number, {rank: int(rows[rank][2]) for rank in skipped if rows[rank][2]}))
         if Signal.LEFT in signals:
             self._warn_of_left(signals)
 

@@ -221,7 +221,7 @@ class RankBalance:
         full, equal = self._full, [self._full / self._size] * self._size
         if self._by_cost:
             parts = ", ".join(f"rank {rank} {load:.0%}" for rank, load in enumerate(loads))
-            shares, costs = f"{parts} of the lengths", [load * full for load in loads]
+            shares, costs = f"{parts} of {full:.3g} units of length", [load * full for load in loads]
         else:
             counts = split_within(int(full), loads, self.caps, self.minimum)
             parts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
@@ -232,7 +232,7 @@ class RankBalance:
                 "the split stays equal so far, " if len(set(loads)) == 1 else "",
                 shares,
                 listed_rates(speeds),
-                "of the lengths" if self._by_cost else "samples",
+                "units" if self._by_cost else "samples",
                 1e3 * step_seconds(costs, rates),
                 1e3 * step_seconds(equal, rates),
             )
