@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
+from transformers.data.data_collator import DataCollatorWithFlattening
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
+from gangline.models.balance.lengths import Lengths
 from gangline.models.balanced_batch import BalancedBatch
 
 T = TypeVar("T", bound=transformers.Trainer)
@@ -34,10 +36,15 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
     labels that are not -100 or over samples, have their gradients weighted by what this rank's batch counts. With one
     rank nothing changes.
 
+    Batches are cut by the lengths of their samples, if these are known as to the samplers of Trainer: from column
+    ``length_column_name`` or the first input of the model; ``lengths=None`` cuts by number. The batches of an update
+    are sorted together.
+
     Args:
         trainer: of transformers or of a class derived from it; it keeps its methods.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
-        **options: of `gangline.balance`, such as memory, stream and group; not count, global_batch or loss_reduction.
+        **options: of `gangline.balance`, such as lengths, pool, memory, stream and group; not count, global_batch or
+            loss_reduction. With ``memory``, which is of lengths if there are any, pass ``lengths`` too.
 
     Returns:
         The same trainer.
@@ -62,11 +69,6 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
         raise ValueError(
             "average_tokens_across_devices is False, so each rank divides by its own number of tokens; leave it True"
         )
-    if trainer.args.train_sampling_strategy == "batch_rebalance":
-        raise ValueError(
-            "train_sampling_strategy is 'batch_rebalance', which makes equal batches of its own; expected 'random', "
-            "'sequential' or 'group_by_length'"
-        )
     parts = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     if parts != 1:
         raise ValueError(f"{parts} ranks share each batch by tensor, context or sequence parallelism; expected 1")
@@ -86,6 +88,21 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
     batches = 1 if trainer.accelerator.split_batches else trainer.args.world_size
     check_sizes(options, trainer.args.world_size, trainer.args.train_batch_size * batches)
     _check_stream(trainer, options.get("stream"))
+    if "lengths" not in options and not isinstance(options.get("memory"), list | tuple):
+        options["lengths"] = _lengths_of(trainer)
+    if options.get("lengths") is not None:
+        if isinstance(trainer.train_dataset, Sized) and not callable(options["lengths"]):
+            Lengths(options["lengths"], len(trainer.train_dataset))
+        collator = trainer.data_collator
+        is_flat = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False)
+        options = {"padding": not is_flat, "accumulate": trainer.args.gradient_accumulation_steps, **options}
+    if trainer.args.train_sampling_strategy == "batch_rebalance":  # which is what lengths do
+        if options.get("lengths") is None:
+            raise ValueError(
+                "train_sampling_strategy is 'batch_rebalance', whose place balance() takes, but the lengths of samples "
+                "are not known; pass balance(trainer, lengths=...)"
+            )
+        trainer.args.train_sampling_strategy = "random"
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
     trainer._balance_options = options
     return trainer
@@ -96,6 +113,24 @@ _LEFT_OUT = {
     "loss_reduction": "what a loss counts is known from the labels",
     "global_batch": "it is per_device_train_batch_size times the number of ranks",
 }
+
+
+def _lengths_of(trainer: transformers.Trainer) -> Any:
+    """Return the lengths of the samples, from where the Trainer's own samplers take them; None: they are not known."""
+    data: Any = trainer.train_dataset
+    columns = getattr(data, "column_names", None) or ()
+    if isinstance(data, IterableDataset):
+        return None
+    if trainer.args.length_column_name in columns:
+        return data[trainer.args.length_column_name]
+    name = (getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"])[0]
+    if name in columns:
+        lengths = [len(each) for each in data[name]]
+    elif isinstance(data, list | tuple) and data and isinstance(data[0], Mapping) and name in data[0]:
+        lengths = [len(sample[name]) for sample in data]
+    else:
+        return None
+    return lengths if len(set(lengths)) > 1 else None
 
 
 def _check_stream(trainer: transformers.Trainer, stream: str | None) -> None:

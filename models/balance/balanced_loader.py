@@ -37,7 +37,7 @@ from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
 from gangline.models.balance.replica_check import ReplicaCheck
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
-from gangline.models.data.accelerate_loaders import gather_unequal, unprepared
+from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared
 from gangline.models.data.batches import copy_loader, length_of
 from gangline.models.ignored_labels import LabelWatch
 
@@ -74,7 +74,7 @@ class BalancedLoader:
         group: dist.ProcessGroup | None = None,
         lengths: Any = None,
         padding: bool = True,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         pool: int = 1,
         budget: float | None = None,
     ) -> None:
@@ -101,8 +101,9 @@ class BalancedLoader:
                 samples and is cut by cost: each rank gets samples of similar length. ``loads`` and ``memory`` are then
                 of cost, not of samples.
             padding: True if the loader pads each share to its longest sample, which then costs as much as all others.
-            accumulate: global batches of one update of the weights, which are sorted together by ``lengths``. With
-                loss_reduction="normalized" each step has a part of equal cost, else as many samples as before.
+            accumulate: global batches of one update of the weights, which are sorted together by ``lengths``; None:
+                those of accelerate for its loaders, else 1. With loss_reduction="normalized" each step has a part of
+                equal cost, else as many samples as before.
             pool: form batches of similar lengths from so many global batches, in random order; 1: keep the order.
             budget: with stream="own" and ``lengths``, cost of a global batch: each rank fills its part of it.
 
@@ -147,7 +148,11 @@ class BalancedLoader:
             dataset = getattr(loader, "dataset", None)
             if memory is not None and memory != "auto":
                 caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
-            arrangement = _arrangement(lengths, loader, stream, padding, accumulate, pool, budget, loss_reduction)
+            together = accumulate
+            if together is None:
+                is_sorted = outer is not None and lengths is not None and stream != "own"
+                together = accumulated_steps() if is_sorted else 1
+            arrangement = _arrangement(lengths, loader, stream, padding, together, pool, budget, loss_reduction)
             settings = {
                 "the type of the data set": type(dataset).__name__,
                 "the length of the data set": length_of(dataset),
@@ -164,7 +169,7 @@ class BalancedLoader:
                 "the smallest share": minimum,
                 "lengths": None if arrangement is None else arrangement.lengths.checksum,
                 "padding": padding,
-                "accumulate": accumulate,
+                "accumulate": together,
                 "pool": pool,
                 "budget": budget,
             }

@@ -73,6 +73,13 @@ def _of_stream(base: DataLoader[Any]) -> PreparedLoader:
     return PreparedLoader(plain, part.batch_size if part.split_batches else None)
 
 
+def accumulated_steps() -> int:
+    """Return the number of batches of which accelerate accumulates gradients."""
+    from accelerate.state import GradientState
+
+    return int(GradientState().num_steps)
+
+
 def gather_unequal(loader: Any, waiting: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
     """Let accelerate gather tensors whose number of rows differs over the ranks, until the returned function is called.
 
