@@ -24,6 +24,7 @@ def test_losses_of_small_networks(way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"mlp", "lenet"}))
 def test_losses_of_large_networks(name: str, way: str) -> None:

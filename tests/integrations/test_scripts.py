@@ -122,6 +122,7 @@ def test_a_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_lightning_resumes_as_with_a_plain_loader(tmp_path: Path) -> None:
     need("lightning_boring")
     for ranks, arguments in ((1, ONE), (2, TWO)):

@@ -207,9 +207,13 @@ def test_a_cut_link_between_hosts_heals_or_is_named(heals: bool, monkeypatch: py
             if heals:
                 assert told == [[5.0]] * 2
             else:
-                link = "server 0 has had no connection to the scheduler for 4 s"
+                reasons = (  # these hosts share a kernel, so the scheduler may first see that the server has ended itself
+                    "server 0 has had no connection to the scheduler for 4 s",
+                    "has had no connection to server 0 for 4 s",
+                    "server 0 was killed or left: its process has ended",
+                )
                 assert all(one.startswith("DeadNodeError: ") for one in told), told
-                assert all(link in one or "has had no connection to server 0 for 4 s" in one for one in told), told
+                assert all(any(reason in one for reason in reasons) for one in told), told
             for rank in range(2):
                 stage.say(rank)
             stage.outcomes()
