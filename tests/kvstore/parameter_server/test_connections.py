@@ -207,7 +207,7 @@ def test_a_cut_link_between_hosts_heals_or_is_named(heals: bool, monkeypatch: py
             if heals:
                 assert told == [[5.0]] * 2
             else:
-                reasons = (  # these hosts share a kernel, so the scheduler may first see that the server has ended itself
+                reasons = (  # the hosts share a kernel, so the scheduler may see first that the server has ended itself
                     "server 0 has had no connection to the scheduler for 4 s",
                     "has had no connection to server 0 for 4 s",
                     "server 0 was killed or left: its process has ended",
