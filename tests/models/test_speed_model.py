@@ -21,6 +21,7 @@ from gangline.models.balance.balancer import MemoryLimits, samples_that_fit
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.executor.executor import is_out_of_memory
+from tests.models.drifts import DRIFTS, simulate
 
 LOGGER = logging.getLogger("gangline")
 Costs = Sequence[tuple[float, float]]
@@ -340,3 +341,12 @@ def test_only_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() ->
         KeyboardInterrupt(),
     ):
         assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("by_lengths", [False, True])
+@pytest.mark.parametrize("drift", DRIFTS)
+def test_steps_take_little_longer_than_with_known_speeds_while_these_drift(drift: str, by_lengths: bool) -> None:
+    runs = [simulate(seed, drift, noise, 2, by_lengths=by_lengths) for seed, noise in enumerate((0.05, 0.15, 0.3))]
+    assert max(run.over_ideal for run in runs) <= 1.10
+    if drift == "3 times slower":
+        assert all(run.reaction is not None and run.reaction <= 16 for run in runs)
