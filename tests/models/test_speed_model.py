@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from gangline.collectives.workload import split_batch, split_within
 from gangline.models.balance import speed_model
 from gangline.models.balance.balancer import MemoryLimits, samples_that_fit
+from gangline.models.balance.lengths import cut_by_cost, ranks_by_speed
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.executor.executor import is_out_of_memory
@@ -350,3 +351,21 @@ def test_steps_take_little_longer_than_with_known_speeds_while_these_drift(drift
     assert max(run.over_ideal for run in runs) <= 1.10
     if drift == "3 times slower":
         assert all(run.reaction is not None and run.reaction <= 16 for run in runs)
+
+
+@pytest.mark.parametrize(("slower", "least", "most"), [(1.0, 0.45, 0.55), (3.0, 0.22, 0.28)])
+def test_a_rank_gets_its_part_of_the_cost_within_64_batches(slower: float, least: float, most: float) -> None:
+    for seed in range(10):
+        random_, draw = random.Random(seed), np.random.default_rng(seed)
+        model, order = SpeedModel(["rank 0", "rank 1"], None, may_idle=False, parts=4096), [0, 1]
+        for _ in range(64):
+            costs = draw.lognormal(0, 1, 32)
+            parts = cut_by_cost(costs, [model.loads[rank] for rank in order])
+            of_rank = [parts[order.index(rank)] for rank in range(2)]
+            padded = [float(costs[part].max() * len(part)) for part in of_rank]
+            times = [
+                cost * slow * random_.lognormvariate(0, 0.05) for cost, slow in zip(padded, (1, slower), strict=True)
+            ]
+            if model.record(padded, times):
+                order = ranks_by_speed(model.loads, order)
+        assert least <= model.loads[1] <= most

@@ -25,7 +25,7 @@ from gangline.bench.workload.texts import (
 from gangline.models.balance.balanced_loader import BalancedLoader, balance
 from gangline.models.balance.rank_timer import RankTimer
 
-_WORDS = 500
+_WORDS, WIDTH = 500, 128
 
 
 def join() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _prepare(rank: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
     lengths = text_lengths(options["samples"], options["mean_length"], options["longest"], equal=options["equal"])
     accumulate, balanced = options["accumulate"], options["balanced"]
     torch.manual_seed(0)
-    network = CausalModel(_WORDS, 128, 4, 256, 2)
+    network = CausalModel(_WORDS, WIDTH, 4, 256, 2)
     model = network if options["sampler"] == "sorted" else DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader: DataLoader[Any] | BalancedLoader = _loader(lengths, rank, size, options)
@@ -57,7 +57,7 @@ def _prepare(rank: int, size: int, options: dict[str, Any]) -> dict[str, Any]:
         else:
             loss = {"count": count_labels}
         loader = balance(
-            model, loader, **{**balanced, **loss, **({"lengths": lengths} if "lengths" in balanced else {})}
+            model, loader, **{**balanced, **loss, **({"lengths": _costs(lengths)} if "lengths" in balanced else {})}
         )
     timer = RankTimer([model]) if options["timed"] else None
     steps: list[dict[str, Any]] = []
@@ -92,6 +92,11 @@ def _started(loader: Any, timer: RankTimer | None) -> Iterator[Tensor]:
         if timer is not None:
             timer.start()
         yield batch
+
+
+def _costs(lengths: list[int]) -> list[float]:
+    """Return the cost of each text: attention grows with the square of its tokens, the other layers with their width."""
+    return [length + length**2 / (6 * WIDTH) for length in lengths]
 
 
 def _loader(lengths: list[int], rank: int, size: int, options: dict[str, Any]) -> DataLoader[Any]:
