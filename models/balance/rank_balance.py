@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from gangline.collectives.workload import split_within
-from gangline.models.balance.balancer import ElapsedTime, MemoryLimits, samples_that_fit
 from gangline.models.balance.lengths import cut_by_cost, ranks_by_speed
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
+from gangline.models.elapsed_time import Measurements
 
 _log = logging.getLogger("gangline")
 _PARTS = 4096  # into which the cost of a global batch can be cut
+_USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
 _LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is logged
 
 
@@ -70,14 +70,14 @@ class RankBalance:
         self._rank, self._size, self._horizon = rank, len(loads), horizon
         self._device, self._by_cost = device, by_cost
         names = [f"rank {number}" for number in range(self._size)]
-        self._limits = MemoryLimits(names, max_samples=caps)
         parts = _PARTS if by_cost else None
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
-        self.caps = list(self._limits.max_samples)
+        self._kept_caps = list(caps or [None] * self._size)  # the user's, or after an out-of-memory error
+        self.caps = list(self._kept_caps)
         """Maximum share of each rank; None: no limit is known."""
         self._splits: list[_Split] = []  # ascending
         self.set_loads(loads, None)
-        self._pending: deque[tuple[float, ElapsedTime]] = deque()  # batches that a GPU may still compute
+        self._measurements = Measurements()
         self._cost = 0.0  # of this rank's share of the current batch
         self._largest = 0.0  # of this rank's shares
         self._limit = 0.0  # what fits into this rank's memory
@@ -154,12 +154,11 @@ class RankBalance:
             return Measured()
         time = self.timer.take()
         if time is not None and self._cost:
-            self._pending.append((self._cost, time))
+            self._measurements.add([self._cost], [time])
         self._cost = 0.0
         seconds = cost = 0.0
-        while self._pending and self._pending[0][1].is_complete():
-            cost_of_batch, time = self._pending.popleft()
-            if took := time.seconds():
+        for (cost_of_batch,), (took,) in self._measurements.take():
+            if took:
                 seconds, cost = seconds + took, cost + cost_of_batch
         if self._device is not None and not self._batches % WINDOW:
             self._limit = samples_that_fit(self._device, int(self._largest)) or 0.0
@@ -174,7 +173,7 @@ class RankBalance:
         self._full = max(self._full, cost)
         if self.timer is None:
             return
-        both = zip(self._limits.max_samples, (int(row.limit) or None for row in rows), strict=True)
+        both = zip(self._kept_caps, (int(row.limit) or None for row in rows), strict=True)
         self.caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
         part = self._full / _PARTS if self._by_cost else 1.0
         self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in self.caps]
@@ -191,9 +190,9 @@ class RankBalance:
 
         They get at most half of these from now on, if other ranks have room.
         """
-        self._limits.halve(out_of_memory)
-        for rank in out_of_memory:
-            self.caps[rank] = self._limits.max_samples[rank]
+        for rank, share in out_of_memory.items():
+            cap = self._kept_caps[rank]
+            self._kept_caps[rank] = self.caps[rank] = max(1, share // 2 if cap is None else min(cap, share // 2))
         self.set_loads(self.loads, batch + 1)
 
     def state(self) -> dict[str, Any]:
@@ -249,3 +248,20 @@ def checked_caps(memory: Sequence[int], size: int, global_batch: int) -> list[in
             f"raise them, or pass global_batch={sum(caps)} and accumulate gradients over more batches"
         )
     return list(caps)
+
+
+def samples_that_fit(device: torch.device, samples: int) -> int | None:
+    """Predict from the memory peak of real training steps the largest share that fits; call it between two steps.
+
+    Memory allocated between steps, such as weights and optimizer state, does not grow with the share. Memory that a
+    step adds is assumed to grow in proportion, although a part of it does not.
+
+    Returns:
+        At least ``samples``, the largest share that this rank has trained; None: no limit is known, as on CPUs.
+    """
+    if device.type != "cuda" or not samples:
+        return None
+    peak, fixed = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - peak
+    return samples + max(0, int(_USED * room * samples / max(peak - fixed, 1)))

@@ -228,10 +228,6 @@ class SpeedModel:
         for member, rates in zip(self._members, state["rates"], strict=True):
             member.rates.extend(map(float, rates))
 
-    def expected_seconds(self, counts: Sequence[float]) -> float:
-        """Return the expected time of a step with these costs of the members; 0 before the first measurement."""
-        return step_seconds(counts, self._rates()) if any(member.rates for member in self._members) else 0.0
-
     def speeds(self) -> list[float]:
         """Return the cost per second of each member; empty before the first measurement."""
         return [1 / rate for rate in self._rates()] if any(member.rates for member in self._members) else []
