@@ -29,7 +29,6 @@ from gangline.models.balance.global_order import (
 )
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.balance.lengths import Arrangement, Lengths
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
@@ -39,6 +38,7 @@ from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, Batche
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared
 from gangline.models.data.batches import copy_loader, length_of
+from gangline.models.data.lengths import Arrangement, Lengths
 from gangline.models.ignored_labels import LabelWatch
 
 LossReduction = Literal["mean", "sum", "normalized"]

@@ -22,11 +22,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from gangline.models.balance.lengths import Arrangement, Update
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.data.batches import length_of
+from gangline.models.data.lengths import Arrangement, Update
 
 _CHUNK = 64  # global batches whose indices one message carries
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
