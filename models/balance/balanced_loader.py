@@ -29,19 +29,18 @@ from gangline.models.balance.global_order import (
 )
 from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Signal
+from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
 from gangline.models.balance.replica_check import ReplicaCheck
-from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
+from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared
 from gangline.models.data.batches import copy_loader, length_of
 from gangline.models.data.lengths import Arrangement, Lengths
 from gangline.models.ignored_labels import LabelWatch
 
-LossReduction = Literal["mean", "sum", "normalized"]
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _END = object()
 _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is wrapped"
@@ -119,8 +118,7 @@ class BalancedLoader:
                 f"group is {group!r}; expected a process group of torch.distributed with this rank, such as "
                 "mesh.get_group('dp'), or None for the ranks of the network's wrapper"
             )
-        self._group = group_of(networks, group)
-        self._exchange = RankExchange(self._group)
+        self._exchange = RankExchange(group_of(networks, group))
         size, rank = self._exchange.size, self._exchange.rank
         given, order = [1.0] * size, cast(GlobalOrder | None, None)
         caps: list[int | None] | None = None
@@ -179,7 +177,6 @@ class BalancedLoader:
 
         settings, aheads, of_orders = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings, "balance")
-        self._loss_reduction = loss_reduction
         self._networks = networks
         timer = RankTimer(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
@@ -234,7 +231,7 @@ class BalancedLoader:
             reduction,
             count,
             ReplicaCheck(networks),
-            is_mean=loss_reduction == "mean",
+            loss_reduction=loss_reduction,
             smallest=self.global_batch if drops else 1,
         )
         _open.add(self._lockstep)
@@ -320,7 +317,7 @@ class BalancedLoader:
         batches = iter(self._outer)
         try:
             while (batch := next(batches, _END)) is not _END:
-                self._begin_batch(self._steps.shares.popleft())
+                self._begin_batch(self._steps.read.popleft())
                 if timer is not None:
                     timer.start()
                 self._watch.start()
@@ -366,25 +363,17 @@ class BalancedLoader:
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed forward
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
-    def _begin_batch(self, share: Share) -> None:
+    def _begin_batch(self, batch: BalancedBatch) -> None:
         self._discard_skipped()
-        self._balance.begin_batch(share.cost)
-        self._first = share.number + 1
-        self._consumed += sum(share.counts)
+        self._balance.begin_batch(batch.cost)
+        self._first = batch.number + 1
+        self._consumed += sum(batch.counts)
         if self._exchange.rank == 0:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
-        size, rank = self._exchange.size, self._exchange.rank
-        samples = share.counts[rank]
-        if self._loss_reduction == "sum":
-            self.weight = float(size) if samples else 0.0
-        else:
-            self.weight = share.counted[rank] * size / (sum(share.counted) or 1.0)
-        weight = 1.0 if self._weights is None else self.weight or (NOTHING_COUNTS if samples else 0.0)
-        counts, counted = tuple(share.counts), tuple(share.counted)
-        self._batch = BalancedBatch(share.number, counts, counted, samples, self.weight, weight, self._group)
-        self._lockstep.begin_batch(share)
-        self._begin_training(self._batch)
+        self._batch, self.weight = batch, batch.share
+        self._lockstep.begin_batch(batch)
+        self._begin_training(batch)
 
     def _begin_training(self, batch: BalancedBatch) -> None:
         """Begin the batch that the loop trains next."""
@@ -572,20 +561,20 @@ class _Steps:
 
     def __init__(self, owner: BalancedLoader) -> None:
         self._owner = owner
-        self.shares: deque[Share] = deque()
-        """Shares of batches that were read and not yet handed out: accelerate reads one batch ahead."""
+        self.read: deque[BalancedBatch] = deque()
+        """Batches that were read and not yet handed out: accelerate reads one ahead."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.shares.clear()
+        self.read.clear()
         owner = self._owner
         timer = owner._balance.timer
         source = owner._source
         loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
         assert owner._seed is not None
         pieces = source.pieces(loader, owner._seed + owner.epoch, owner._consumed, owner._first)
-        for share, batch in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
-            self.shares.append(share)
-            yield batch
+        for batch, data in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
+            self.read.append(batch)
+            yield data
 
     def __len__(self) -> int:
         return len(self._owner)

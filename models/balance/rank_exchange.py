@@ -37,6 +37,7 @@ class RankExchange:
             raise RuntimeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group() before balance()"
             )
+        self.group = group
         found = dist.group.WORLD if group is None else group
         assert found is not None
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
