@@ -27,13 +27,12 @@ from gangline.models.balance.global_order import (
     own_iteration,
     sampler_of,
 )
-from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
+from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
-from gangline.models.balance.replica_check import ReplicaCheck
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared

@@ -17,10 +17,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gangline.kvstore.nan_check import not_finite
-from gangline.models.balance.gradient_weights import Reduction
+from gangline.models.balance.gradient_weights import Reduction, ReplicaCheck, check_updates
 from gangline.models.balance.rank_balance import Measured, RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
-from gangline.models.balance.replica_check import ReplicaCheck, check_updates
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch
 from gangline.models.data.batches import common_rows
 
