@@ -24,8 +24,6 @@ from gangline.models.balance.global_order import (
     RankOrder,
     ShareSampler,
     order_of,
-    own_iteration,
-    sampler_of,
 )
 from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced, reduction_of
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
@@ -36,8 +34,8 @@ from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared
-from gangline.models.data.batches import copy_loader, length_of
-from gangline.models.data.lengths import Arrangement, Lengths
+from gangline.models.data.lengths import Arrangement, arrangement_of
+from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
 from gangline.models.ignored_labels import LabelWatch
 
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -142,22 +140,17 @@ class BalancedLoader:
                 order, self.global_batch = order_of(loader, self._exchange, samples)
             else:
                 self.global_batch = check_stream(loader, stream, samples, size)
-            dataset = getattr(loader, "dataset", None)
             if memory is not None and memory != "auto":
                 caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
             together = accumulate
             if together is None:
                 is_sorted = outer is not None and lengths is not None and stream != "own"
                 together = accumulated_steps() if is_sorted else 1
-            arrangement = _arrangement(lengths, loader, stream, padding, together, pool, budget, loss_reduction)
+            by_parts = loss_reduction == "normalized"
+            arrangement = arrangement_of(lengths, loader, stream, padding, together, pool, budget, by_parts=by_parts)
             settings = {
-                "the type of the data set": type(dataset).__name__,
-                "the length of the data set": length_of(dataset),
-                "the loader": type(loader).__name__,
-                "the batch sampler": type(getattr(loader, "batch_sampler", None)).__name__,
-                "the sampler": type(sampler_of(loader)).__name__,
+                **settings_of(loader),
                 "the global batch": self.global_batch,
-                "drop_last": _drops_last(loader),
                 "stream": stream,
                 "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
@@ -453,38 +446,6 @@ class BalancedLoader:
         self._exchange.close()
 
 
-def _arrangement(
-    lengths: Any,
-    loader: Any,
-    stream: Stream | None,
-    padding: bool,
-    accumulate: int,
-    pool: int,
-    budget: float | None,
-    reduction: LossReduction,
-) -> Arrangement | None:
-    """Check what arranges samples by their lengths; None: lengths are not given."""
-    for name, value in {"accumulate": accumulate, "pool": pool}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
-        if value > 1 and (lengths is None or stream == "own"):
-            raise ValueError(f"{name} is {value}; expected lengths of samples that all ranks read, or {name}=1")
-    if (budget is not None) != (stream == "own" and lengths is not None) or not (budget is None or budget > 0):
-        raise ValueError(
-            f'budget is {budget!r}; with stream="own" and lengths, expected the cost of a global batch, such as its '
-            "number of tokens; else None"
-        )
-    if lengths is None:
-        return None
-    if stream is not None and (not callable(lengths) or own_iteration(loader) or loader.batch_size is None):
-        raise ValueError(
-            "lengths of a stream are those of its samples; expected a function from a sample to a number, such as "
-            'lambda sample: len(sample["input_ids"]), and a torch DataLoader with a batch_size'
-        )
-    checked = Lengths(lengths, None if stream is not None else length_of(loader.dataset), padding=padding)
-    return Arrangement(checked, accumulate, by_parts=accumulate > 1 and reduction == "normalized", pool=pool)
-
-
 def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
     """Return the networks that the loop trains; the last one holds parameters of no network."""
     networks: list[nn.Module] = []
@@ -597,7 +558,3 @@ def checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[f
     if not all(checked):
         raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
     return checked
-
-
-def _drops_last(loader: Any) -> bool:
-    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from gangline.models.balance.global_order import check_global_batch, own_iteration, shares_of
+from gangline.models.balance.global_order import check_global_batch, shares_of
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.data.batches import length_of
 from gangline.models.data.joined_batches import JoinedBatches
 from gangline.models.data.lengths import Arrangement
+from gangline.models.data.loaders import own_iteration
 
 Stream = Literal["own", "same"]
 _END = object()

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gangline.models.balanced_batch import batch_of_rows
-from gangline.models.data.batches import copy_loader
+from gangline.models.data.loaders import copy_loader
 
 _loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 """Prepared loaders whose batches are split unequally."""

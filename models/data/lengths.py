@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gangline.models.data.batches import length_of
+from gangline.models.data.loaders import own_iteration
+
 Costs = NDArray[np.float64]
 
 
@@ -149,6 +152,39 @@ class Arrangement:
         samples = list(chain.from_iterable(batches))
         descending = iter(np.argsort(-self.lengths.of(samples), kind="stable").tolist())
         return [[samples[place] for place in islice(descending, len(batch))] for batch in batches]
+
+
+def arrangement_of(
+    lengths: Any,
+    loader: Any,
+    stream: str | None,
+    padding: bool,
+    accumulate: int,
+    pool: int,
+    budget: float | None,
+    *,
+    by_parts: bool,
+) -> Arrangement | None:
+    """Check what arranges the samples of a loader or stream by their lengths; None: lengths are not given."""
+    for name, value in {"accumulate": accumulate, "pool": pool}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
+        if value > 1 and (lengths is None or stream == "own"):
+            raise ValueError(f"{name} is {value}; expected lengths of samples that all ranks read, or {name}=1")
+    if (budget is not None) != (stream == "own" and lengths is not None) or not (budget is None or budget > 0):
+        raise ValueError(
+            f'budget is {budget!r}; with stream="own" and lengths, expected the cost of a global batch, such as its '
+            "number of tokens; else None"
+        )
+    if lengths is None:
+        return None
+    if stream is not None and (not callable(lengths) or own_iteration(loader) or loader.batch_size is None):
+        raise ValueError(
+            "lengths of a stream are those of its samples; expected a function from a sample to a number, such as "
+            'lambda sample: len(sample["input_ids"]), and a torch DataLoader with a batch_size'
+        )
+    checked = Lengths(lengths, None if stream is not None else length_of(loader.dataset), padding=padding)
+    return Arrangement(checked, accumulate, by_parts=by_parts and accumulate > 1, pool=pool)
 
 
 class Update(NamedTuple):
