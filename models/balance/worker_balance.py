@@ -94,12 +94,11 @@ class WorkerBalance:
         """True, on all workers, if messages should be exchanged now because the trial of an idle worker is over."""
         return self._trial_left is not None and self._trial_left <= 0
 
-    def message(self) -> Any:
-        """Return the measurements since the last message, as plain data, to be gathered from all workers."""
-        return self._message(wait=self.is_urgent) if self._is_measured else None
-
-    def _message(self, *, wait: bool) -> list[list[float]]:
-        self._measure(wait=wait)
+    def message(self, *, wait: bool = False) -> list[list[float]] | None:
+        """Return what was measured since the last message, for `receive`; with ``wait``, of all batches."""
+        if not self._is_measured:
+            return None
+        self._measure(wait=wait or self.is_urgent)
         message = list(self._unsent)
         self._unsent.clear()
         return message
@@ -110,23 +109,19 @@ class WorkerBalance:
             return
         if self.is_urgent:
             self._trial_left = None
-        if self._receive(messages):
-            self._workers.set_loads(self._speeds.loads, batch + self._reads_ahead)
-
-    def _receive(self, messages: Sequence[Any]) -> bool:
-        """Record the batches that all workers have measured; return True if the loads changed."""
         for received, message in zip(self._received, messages, strict=True):
             received.extend(message)
         changed = False
         while all(self._received):
             samples, seconds = zip(*(received.popleft() for received in self._received), strict=True)
             changed |= self._speeds.record(samples, seconds)
-        return changed
+        if changed:
+            self._workers.set_loads(self._speeds.loads, batch + self._reads_ahead)
 
     def begin_epoch(self) -> None:
         """Update the loads from all measurements. Collective if the loads follow measured speeds."""
         if self._is_measured:
-            self._receive(self._workers.all_gather(self._message(wait=True), "begin_epoch"))
+            self.receive(self._workers.all_gather(self.message(wait=True), "begin_epoch"), 0)
             self._trial_left = TRIAL_BATCHES if self._speeds.begin_epoch() else None
             self._workers.set_loads(self._speeds.loads)
 
