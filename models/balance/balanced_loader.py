@@ -25,7 +25,7 @@ from gangline.models.balance.global_order import (
     ShareSampler,
     order_of,
 )
-from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced, reduction_of
+from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
@@ -33,7 +33,7 @@ from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
-from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared
+from gangline.models.data.accelerate_loaders import accumulated_steps, read_unequal, unprepared
 from gangline.models.data.lengths import Arrangement, arrangement_of
 from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
 from gangline.models.ignored_labels import LabelWatch
@@ -207,20 +207,18 @@ class BalancedLoader:
         self._restore: Callable[[], Any] = lambda: None
         self._joins_batches = arrangement is not None and arrangement.joins
         if outer is not None:
-            outer.base_dataloader = self._steps
-            self._restore = weakref.finalize(self, gather_unequal(outer, waiting_for_ranks))
+            self._restore = weakref.finalize(self, read_unequal(outer, self._steps, waiting_for_ranks))
         is_weighted = loss_reduction != "normalized"
         self._watch = LabelWatch(is_needed=count is None and loss_reduction == "mean")
         self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
-        self._weights = GradientWeights(networks, self._trained) if is_weighted else None
-        reduction = None
-        if self._weights is not None and self._trains_as_read:
-            self._weights.reduction = reduction = reduction_of(networks)
+        self._weights = (
+            GradientWeights(networks, self._trained, is_tracked=self._trains_as_read) if is_weighted else None
+        )
         drops = order is None and budget is None and getattr(loader, "drop_last", False)
         self._lockstep = Lockstep(
             self._exchange,
             self._balance,
-            reduction,
+            None if self._weights is None else self._weights.reduction,
             count,
             ReplicaCheck(networks),
             loss_reduction=loss_reduction,
@@ -356,7 +354,6 @@ class BalancedLoader:
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
     def _begin_batch(self, batch: BalancedBatch) -> None:
-        self._discard_skipped()
         self._balance.begin_batch(batch.cost)
         self._first = batch.number + 1
         self._consumed += sum(batch.counts)
@@ -374,11 +371,6 @@ class BalancedLoader:
     def _end_batch(self) -> None:
         self._batch = None
         self._trained.begin(None)
-        self._discard_skipped()
-
-    def _discard_skipped(self) -> None:
-        while self._lockstep.skips:
-            self._balance.discard_batch(*self._lockstep.skips.pop())
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed and loads as plain data, for `load_state_dict` on any number of ranks."""

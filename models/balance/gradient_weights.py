@@ -45,16 +45,17 @@ class GradientWeights:
     The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], batches: BatchesOfNetworks) -> None:
+    def __init__(self, networks: Sequence[nn.Module], batches: BatchesOfNetworks, *, is_tracked: bool) -> None:
         """Add the hooks; `close` removes them. Collective with FSDP2, whose parameters are gathered.
 
-        The networks are the modules that the training loop calls, with their wrappers.
+        The networks are the modules that the training loop calls, with their wrappers. ``is_tracked``: their all-reduce
+        is tracked where it can be.
         """
         _check_batchnorm(networks)
         self._batches = batches
         self._is_warned = False
-        self.reduction: Reduction | None = None
-        """Counts the gradients that arrive."""
+        self.reduction = reduction_of(networks) if is_tracked else None
+        """Tracks the all-reduce; None: skip() is not possible."""
         self._networks = list(networks)
         self._unreduced = _frozen_at_wrapping(networks)
         self._hooks: list[RemovableHandle] = []
@@ -138,10 +139,8 @@ class GradientWeights:
         """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
         if self._batches.handed_out is None:
             return
-        unreduced = [
-            (name, one) for name, one in self._unreduced.items() if one.requires_grad
-        ]  # others keep old gradients
-        trained = [name.removeprefix("module.") for name, one in unreduced if one.grad is not None]
+        unfrozen = {name: one for name, one in self._unreduced.items() if one.requires_grad}  # others keep old ones
+        trained = [name.removeprefix("module.") for name, one in unfrozen.items() if one.grad is not None]
         if trained:
             raise RuntimeError(
                 f"balance: the ranks have different gradients of {', '.join(trained)}, which DistributedDataParallel "

@@ -109,9 +109,6 @@ class Lockstep:
         """True if another rank left the epoch that ended last."""
         self.is_stopping = False
         """True if this rank ends the epoch when the loop asks for the next batch."""
-        self.skips: list[tuple[int, dict[int, int]]] = []
-        """Steps in which a rank had no gradient, until they are taken from this list: number of the global batch, and
-        cost of the share of each rank that ran out of memory. The same on all ranks."""
         self._batch: BalancedBatch | None = None  # the current one
         self._rows: _Rows | None = None  # messages of all ranks at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
@@ -160,8 +157,6 @@ class Lockstep:
         try:
             piece = next(pieces, piece)
             counted, update = _counted(self._count, piece), self._replicas.number()
-            if self.skips:
-                self._balance.drop_time()
             row = (Signal.BATCH, piece.samples, counted, piece.whole, update, *self._balance.measured())
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
@@ -371,7 +366,7 @@ class Lockstep:
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )
-        self.skips.append((batch.number, {rank: int(rows[rank][2]) for rank in skipped if rows[rank][2]}))
+        self._balance.discard_batch(batch.number, {rank: int(rows[rank][2]) for rank in skipped if rows[rank][2]})
         if Signal.LEFT in signals:
             self._warn_of_left(signals)
 

@@ -192,10 +192,11 @@ class RankBalance:
             self._log_split()
 
     def discard_batch(self, batch: int, out_of_memory: Mapping[int, int]) -> None:
-        """Halve the limits of ranks that ran out of memory with these shares. All ranks call it with the same.
+        """Do not count a batch in which a rank had no gradient. All ranks call it with the same.
 
-        They get at most half of these from now on, if other ranks have room.
+        Ranks that ran out of memory with these shares get at most half of them from now on, if others have room.
         """
+        self.drop_time()
         for rank, share in out_of_memory.items():
             cap = self._kept_caps[rank]
             self._kept_caps[rank] = self.caps[rank] = max(1, share // 2 if cap is None else min(cap, share // 2))
