@@ -83,11 +83,10 @@ def accumulated_steps() -> int:
 def read_unequal(
     loader: Any, batches: Iterable[Any], waiting: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], None]:
-    """Let a prepared loader read ``batches`` whose number of rows differs over the ranks.
+    """Let a prepared loader read ``batches`` whose number of rows differs over the ranks; return what undoes it.
 
-    accelerate gathers tensors of different numbers of rows, until the returned function is called.
-
-    A repeated sample of weight 0 is left out. In the context of ``waiting`` this rank waits for others.
+    Until then accelerate gathers tensors of different numbers of rows, without the repeated samples of weight 0. In the
+    context of ``waiting`` this rank waits for others.
     """
     from accelerate.state import GradientState
     from accelerate.utils import operations

@@ -165,7 +165,7 @@ def arrangement_of(
     *,
     by_parts: bool,
 ) -> Arrangement | None:
-    """Check what arranges the samples of a loader or stream by their lengths; None: lengths are not given."""
+    """Return what arranges a loader's samples by their lengths, None without; ValueError: if an argument is wrong."""
     for name, value in {"accumulate": accumulate, "pool": pool}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
