@@ -38,6 +38,8 @@ class BalancedBatch:
     """Factor of this rank's gradients at the parameters: the share, or 1 if the loop itself weights its loss."""
     group: dist.ProcessGroup | None = None
     """The ranks that average gradients; None: all."""
+    cost: float = 0.0
+    """Of this rank's samples: their number, or what ``lengths`` count."""
 
 
 _NO_BATCH = BalancedBatch()

@@ -23,11 +23,11 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
-from gangline.models.balance.balancer import Balancer, balancer_of_contexts
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
+from gangline.models.executor.context_balance import ContextBalance
 from gangline.models.executor.executor import Executor
 from gangline.models.initializer import InitializerSpec, initialise
 from gangline.models.loop import evaluation
@@ -127,13 +127,13 @@ class Module:
         use_own_gpu(self.contexts)
         self._job_store = job_store() if context == "parallel" else None
         self.logger = logger or logging.getLogger("gangline")
-        self.load_balancer: Balancer | None = None
+        self.load_balancer: ContextBalance | None = None
         """Measurements behind ``work_load_list="auto"``."""
         if isinstance(work_load_list, str):
             if work_load_list != "auto":
                 raise ValueError(f"work_load_list is {work_load_list!r}; expected one number per context, or 'auto'")
             minimum = 1 if sync_batchnorm else smallest_share(network)
-            self.load_balancer = balancer_of_contexts(self.contexts, self.logger, minimum)
+            self.load_balancer = ContextBalance(self.contexts, self.logger, minimum)
             work_load_list = self.load_balancer.loads
         loads = check_work_load_list(work_load_list, len(self.contexts))
         compression = parse(compression_params).params if compression_params is not None else None

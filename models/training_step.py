@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from gangline.collectives.workload import split_batch
-from gangline.models.balance.balancer import Balancer, MemoryLimits
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import (
@@ -25,6 +24,7 @@ from gangline.models.data.batches import (
     tensors_of,
 )
 from gangline.models.elastic_workers import ElasticWorkers
+from gangline.models.executor.context_balance import ContextBalance, MemoryLimits
 from gangline.models.executor.executor import Executor, Share, is_out_of_memory
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
@@ -57,7 +57,7 @@ class TrainingStep:
         run_state: RunState,
         *,
         loads: Sequence[float],
-        load_balancer: Balancer | None,
+        load_balancer: ContextBalance | None,
         loss_scale: LossScale | None,
         logger: logging.Logger,
     ) -> None:
@@ -258,7 +258,7 @@ class TrainingStep:
             times[0].on_host -= waited
         samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
         if self._load_balancer is not None and self._shares:
-            self._load_balancer.record(samples, times)
+            self._load_balancer.measurements.add(samples, times)
         self.worker_balance.record(samples, times, in_turn=self._executor.runs_in_turn)
 
     def _divisor_and_weight(self) -> float:
@@ -445,7 +445,7 @@ class TrainingStep:
         self._forward_pass(data, label, train=True)
         self._backward_from_loss(push_early=push_early)
 
-    def _run_in_parts(self, balancer: Balancer, data: Batch, label: Batch | None, push_early: bool) -> None:
+    def _run_in_parts(self, balancer: ContextBalance, data: Batch, label: Batch | None, push_early: bool) -> None:
         """Run a batch whole or in micro-steps that fit into memory; after an out-of-memory error, in smaller ones."""
         replicas = self._executor.replicas
         if self.grad_req == "write" and not self._gradients_used:

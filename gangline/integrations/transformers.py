@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset
 from transformers.data.data_collator import DataCollatorWithFlattening
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
-from gangline.models.balance.lengths import Lengths
 from gangline.models.balanced_batch import BalancedBatch
+from gangline.models.data.lengths import Lengths
 
 T = TypeVar("T", bound=transformers.Trainer)
 

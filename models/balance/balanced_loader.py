@@ -24,24 +24,20 @@ from gangline.models.balance.global_order import (
     RankOrder,
     ShareSampler,
     order_of,
-    own_iteration,
-    sampler_of,
 )
-from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, reduction_of
+from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.balance.lengths import Arrangement, Lengths
-from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Signal
+from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
-from gangline.models.balance.replica_check import ReplicaCheck
-from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
+from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
-from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared
-from gangline.models.data.batches import copy_loader, length_of
+from gangline.models.data.accelerate_loaders import accumulated_steps, read_unequal, unprepared
+from gangline.models.data.lengths import Arrangement, arrangement_of
+from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
 from gangline.models.ignored_labels import LabelWatch
 
-LossReduction = Literal["mean", "sum", "normalized"]
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _END = object()
 _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is wrapped"
@@ -119,8 +115,7 @@ class BalancedLoader:
                 f"group is {group!r}; expected a process group of torch.distributed with this rank, such as "
                 "mesh.get_group('dp'), or None for the ranks of the network's wrapper"
             )
-        self._group = group_of(networks, group)
-        self._exchange = RankExchange(self._group)
+        self._exchange = RankExchange(group_of(networks, group))
         size, rank = self._exchange.size, self._exchange.rank
         given, order = [1.0] * size, cast(GlobalOrder | None, None)
         caps: list[int | None] | None = None
@@ -145,22 +140,17 @@ class BalancedLoader:
                 order, self.global_batch = order_of(loader, self._exchange, samples)
             else:
                 self.global_batch = check_stream(loader, stream, samples, size)
-            dataset = getattr(loader, "dataset", None)
             if memory is not None and memory != "auto":
                 caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
             together = accumulate
             if together is None:
                 is_sorted = outer is not None and lengths is not None and stream != "own"
                 together = accumulated_steps() if is_sorted else 1
-            arrangement = _arrangement(lengths, loader, stream, padding, together, pool, budget, loss_reduction)
+            by_parts = loss_reduction == "normalized"
+            arrangement = arrangement_of(lengths, loader, stream, padding, together, pool, budget, by_parts=by_parts)
             settings = {
-                "the type of the data set": type(dataset).__name__,
-                "the length of the data set": length_of(dataset),
-                "the loader": type(loader).__name__,
-                "the batch sampler": type(getattr(loader, "batch_sampler", None)).__name__,
-                "the sampler": type(sampler_of(loader)).__name__,
+                **settings_of(loader),
                 "the global batch": self.global_batch,
-                "drop_last": _drops_last(loader),
                 "stream": stream,
                 "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
@@ -179,7 +169,6 @@ class BalancedLoader:
 
         settings, aheads, of_orders = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings, "balance")
-        self._loss_reduction = loss_reduction
         self._networks = networks
         timer = RankTimer(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
@@ -218,23 +207,21 @@ class BalancedLoader:
         self._restore: Callable[[], Any] = lambda: None
         self._joins_batches = arrangement is not None and arrangement.joins
         if outer is not None:
-            outer.base_dataloader = self._steps
-            self._restore = weakref.finalize(self, gather_unequal(outer, waiting_for_ranks))
+            self._restore = weakref.finalize(self, read_unequal(outer, self._steps, waiting_for_ranks))
         is_weighted = loss_reduction != "normalized"
         self._watch = LabelWatch(is_needed=count is None and loss_reduction == "mean")
         self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
-        self._weights = GradientWeights(networks, self._trained) if is_weighted else None
-        reduction = None
-        if self._weights is not None and self._trains_as_read:
-            self._weights.reduction = reduction = reduction_of(networks)
+        self._weights = (
+            GradientWeights(networks, self._trained, is_tracked=self._trains_as_read) if is_weighted else None
+        )
         drops = order is None and budget is None and getattr(loader, "drop_last", False)
         self._lockstep = Lockstep(
             self._exchange,
             self._balance,
-            reduction,
+            None if self._weights is None else self._weights.reduction,
             count,
             ReplicaCheck(networks),
-            is_mean=loss_reduction == "mean",
+            loss_reduction=loss_reduction,
             smallest=self.global_batch if drops else 1,
         )
         _open.add(self._lockstep)
@@ -320,7 +307,7 @@ class BalancedLoader:
         batches = iter(self._outer)
         try:
             while (batch := next(batches, _END)) is not _END:
-                self._begin_batch(self._steps.shares.popleft())
+                self._begin_batch(self._steps.read.popleft())
                 if timer is not None:
                     timer.start()
                 self._watch.start()
@@ -366,25 +353,16 @@ class BalancedLoader:
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed forward
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
-    def _begin_batch(self, share: Share) -> None:
-        self._discard_skipped()
-        self._balance.begin_batch(share.cost)
-        self._first = share.number + 1
-        self._consumed += sum(share.counts)
+    def _begin_batch(self, batch: BalancedBatch) -> None:
+        self._balance.begin_batch(batch.cost)
+        self._first = batch.number + 1
+        self._consumed += sum(batch.counts)
         if self._exchange.rank == 0:
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
-        size, rank = self._exchange.size, self._exchange.rank
-        samples = share.counts[rank]
-        if self._loss_reduction == "sum":
-            self.weight = float(size) if samples else 0.0
-        else:
-            self.weight = share.counted[rank] * size / (sum(share.counted) or 1.0)
-        weight = 1.0 if self._weights is None else self.weight or (NOTHING_COUNTS if samples else 0.0)
-        counts, counted = tuple(share.counts), tuple(share.counted)
-        self._batch = BalancedBatch(share.number, counts, counted, samples, self.weight, weight, self._group)
-        self._lockstep.begin_batch(share)
-        self._begin_training(self._batch)
+        self._batch, self.weight = batch, batch.share
+        self._lockstep.begin_batch(batch)
+        self._begin_training(batch)
 
     def _begin_training(self, batch: BalancedBatch) -> None:
         """Begin the batch that the loop trains next."""
@@ -393,11 +371,6 @@ class BalancedLoader:
     def _end_batch(self) -> None:
         self._batch = None
         self._trained.begin(None)
-        self._discard_skipped()
-
-    def _discard_skipped(self) -> None:
-        while self._lockstep.skips:
-            self._balance.discard_batch(*self._lockstep.skips.pop())
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed and loads as plain data, for `load_state_dict` on any number of ranks."""
@@ -463,38 +436,6 @@ class BalancedLoader:
         if self._weights is not None:
             self._weights.close()
         self._exchange.close()
-
-
-def _arrangement(
-    lengths: Any,
-    loader: Any,
-    stream: Stream | None,
-    padding: bool,
-    accumulate: int,
-    pool: int,
-    budget: float | None,
-    reduction: LossReduction,
-) -> Arrangement | None:
-    """Check what arranges samples by their lengths; None: lengths are not given."""
-    for name, value in {"accumulate": accumulate, "pool": pool}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
-        if value > 1 and (lengths is None or stream == "own"):
-            raise ValueError(f"{name} is {value}; expected lengths of samples that all ranks read, or {name}=1")
-    if (budget is not None) != (stream == "own" and lengths is not None) or not (budget is None or budget > 0):
-        raise ValueError(
-            f'budget is {budget!r}; with stream="own" and lengths, expected the cost of a global batch, such as its '
-            "number of tokens; else None"
-        )
-    if lengths is None:
-        return None
-    if stream is not None and (not callable(lengths) or own_iteration(loader) or loader.batch_size is None):
-        raise ValueError(
-            "lengths of a stream are those of its samples; expected a function from a sample to a number, such as "
-            'lambda sample: len(sample["input_ids"]), and a torch DataLoader with a batch_size'
-        )
-    checked = Lengths(lengths, None if stream is not None else length_of(loader.dataset), padding=padding)
-    return Arrangement(checked, accumulate, by_parts=accumulate > 1 and reduction == "normalized", pool=pool)
 
 
 def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
@@ -572,20 +513,20 @@ class _Steps:
 
     def __init__(self, owner: BalancedLoader) -> None:
         self._owner = owner
-        self.shares: deque[Share] = deque()
-        """Shares of batches that were read and not yet handed out: accelerate reads one batch ahead."""
+        self.read: deque[BalancedBatch] = deque()
+        """Batches that were read and not yet handed out: accelerate reads one ahead."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.shares.clear()
+        self.read.clear()
         owner = self._owner
         timer = owner._balance.timer
         source = owner._source
         loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
         assert owner._seed is not None
         pieces = source.pieces(loader, owner._seed + owner.epoch, owner._consumed, owner._first)
-        for share, batch in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
-            self.shares.append(share)
-            yield batch
+        for batch, data in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
+            self.read.append(batch)
+            yield data
 
     def __len__(self) -> int:
         return len(self._owner)
@@ -609,7 +550,3 @@ def checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[f
     if not all(checked):
         raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
     return checked
-
-
-def _drops_last(loader: Any) -> bool:
-    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))

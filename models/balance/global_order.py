@@ -22,14 +22,14 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from gangline.models.balance.lengths import Arrangement, Update
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.data.batches import length_of
+from gangline.models.data.lengths import Arrangement, Update
+from gangline.models.data.loaders import sampler_of
 
 _CHUNK = 64  # global batches whose indices one message carries
-_ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
 
 
 class SampleOrder:
@@ -192,11 +192,6 @@ def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) ->
     return global_batch
 
 
-def sampler_of(loader: Any) -> Any:
-    """Return a loader's sampler; None: it has none."""
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-
-
 def _batch_count(samples: int, size: int, *, drop_last: bool) -> int:
     return samples // size if drop_last else -(-samples // size)
 
@@ -300,12 +295,3 @@ def shares_of(
         agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
         total = sum(float(costs[places].sum()) for places in cut)
         yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total)
-
-
-def own_iteration(loader: Any) -> str | None:
-    """Describe how a loader's iteration differs from a torch DataLoader's; None: it does not."""
-    kind = type(loader)
-    if not isinstance(loader, DataLoader):
-        return f"the {kind.__name__} is not a torch DataLoader"
-    changed = [name for name in _ITERATION if getattr(kind, name) is not getattr(DataLoader, name)]
-    return f"the {kind.__name__} is a DataLoader with a {changed[0]} of its own" if changed else None

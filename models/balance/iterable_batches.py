@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from gangline.models.balance.global_order import check_global_batch, own_iteration, shares_of
-from gangline.models.balance.lengths import Arrangement
+from gangline.models.balance.global_order import check_global_batch, shares_of
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.data.batches import length_of
+from gangline.models.data.joined_batches import JoinedBatches
+from gangline.models.data.lengths import Arrangement
+from gangline.models.data.loaders import own_iteration
 
 Stream = Literal["own", "same"]
 _END = object()
@@ -91,7 +89,7 @@ class IterableBatches:
             cut = self._cut(self._arrangement, listed, seed, skip, first)
             shares = cut if self._is_same else self._filled(self._arrangement, listed)
             return (replace(piece, batch=self._loader.collate_fn(share)) for share, piece in shares)
-        samples = _Samples(batches, self._batch_size)
+        samples = JoinedBatches(batches, self._batch_size)
         return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, first)
 
     def read_ahead(self) -> None:
@@ -111,7 +109,7 @@ class IterableBatches:
             raise TypeError("the streams have no length, so the number of batches is not known")
         return -(-samples // self._size)
 
-    def _of_same(self, samples: _Samples, skip: int, first: int) -> Iterator[Piece]:
+    def _of_same(self, samples: JoinedBatches, skip: int, first: int) -> Iterator[Piece]:
         while skip > 0 and (left_out := samples.take(min(skip, self._size))[0]):
             skip -= left_out
         for number in count(first):
@@ -121,8 +119,8 @@ class IterableBatches:
             counts = self._balance.counts(number, total)
             begin, own = sum(counts[: self._rank]), counts[self._rank]
             part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._balance.minimum)
-            checksum = zlib.crc32(_bytes(samples.cut(batch, 0, 1)))  # to find ranks that read another stream
-            yield Piece(own, part, total + (checksum << 20), own)
+            agreed = total + (samples.checksum(batch) << 20)  # to find ranks that read another stream
+            yield Piece(own, part, agreed, own)
 
     def _cut(
         self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int, first: int
@@ -159,7 +157,7 @@ class IterableBatches:
             "at least one sample on each rank"
         )
 
-    def _of_own(self, samples: _Samples, first: int) -> Iterator[Piece]:
+    def _of_own(self, samples: JoinedBatches, first: int) -> Iterator[Piece]:
         repeated: Any = None
         for number in count(first):
             total, batch = samples.take(self._balance.counts(number, self._size)[self._rank])
@@ -167,123 +165,3 @@ class IterableBatches:
                 raise self._has_no_samples()
             repeated = samples.cut(batch, 0, self._balance.minimum) if total else repeated
             yield Piece(total, batch if total else repeated, cost=total)
-
-
-class _Samples:
-    """Samples of a stream of batches: pytrees of tensors, arrays and lists, with one entry for each sample."""
-
-    def __init__(self, batches: Iterable[Any], batch_size: int | None) -> None:
-        self._batches, self._batch_size = iter(batches), batch_size
-        self._left: deque[tuple[int, Any]] = deque()  # (samples, batch)
-        self._of_samples: dict[str, bool] = {}  # by name of a list of tensors and containers, as first read
-
-    def take(self, samples: int) -> tuple[int, Any]:
-        """Return the next samples as one batch, with their number: fewer at the end of the stream, then 0."""
-        parts, count = [], 0
-        while count < samples:
-            if not self._left:
-                batch = next(self._batches, self)
-                if batch is self:
-                    break
-                self._left.append((self._length(batch), batch))
-            length, batch = self._left.popleft()
-            used = min(length, samples - count)
-            if used < length:
-                self._left.appendleft((length - used, self.cut(batch, used, length)))
-                batch = self.cut(batch, 0, used)
-            parts.append(batch)
-            count += used
-        return count, self._map(parts, "batch", _join) if len(parts) > 1 else parts[0] if parts else None
-
-    def cut(self, batch: Any, begin: int, end: int) -> Any:
-        """Return samples ``begin`` to ``end`` of a batch."""
-        return self._map([batch], "batch", lambda _, values: values[0] if values[0] is None else values[0][begin:end])
-
-    def _length(self, batch: Any) -> int:
-        """Return the number of samples of a batch."""
-        lengths: dict[str, int] = {}
-
-        def measure(name: str, values: Sequence[Any]) -> None:
-            (value,) = values
-            if value is None:
-                return
-            if isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
-                lengths[name] = len(value)
-                return
-            shown = "a tensor of 0 dimensions" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
-            raise ValueError(
-                f"{name} is {shown}, which has no entry for each sample and cannot be cut; expected tensors, arrays "
-                "and lists with one entry for each sample"
-            )
-
-        self._map([batch], "batch", measure)
-        if len(set(lengths.values())) != 1:
-            raise ValueError(
-                f"the batch cannot be cut, because its parts have no common length: {lengths or 'no parts'}; expected "
-                "one entry for each sample in dimension 0 of all tensors and in all lists"
-            )
-        return next(iter(lengths.values()))
-
-    def _map(self, values: Sequence[Any], name: str, apply: Callable[[str, Sequence[Any]], Any]) -> Any:
-        """Apply a function to the parts of batches that have the same structure."""
-        first = values[0]
-        if isinstance(first, Mapping):
-            _check_alike(name, [sorted(map(str, value)) for value in values])
-            items = {key: self._map([v[key] for v in values], f"{name}[{key!r}]", apply) for key in first}
-            return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
-        if isinstance(first, list | tuple) and not self._is_of_samples(first, name):
-            _check_alike(name, [len(value) for value in values])
-            parts = [self._map(column, f"{name}[{n}]", apply) for n, column in enumerate(zip(*values, strict=True))]
-            return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-        return apply(name, values)
-
-    def _is_of_samples(self, value: Sequence[Any], name: str) -> bool:
-        """Return whether a list has one entry per sample, not one per part of the batch."""
-        if not any(isinstance(part, Tensor | np.ndarray | Mapping | list | tuple) for part in value):
-            return True
-        if name not in self._of_samples:  # parts that were cut do not tell
-            size = self._batch_size
-            self._of_samples[name] = len(value) == size and not all(_fits(part, size) for part in value)
-        return self._of_samples[name]
-
-
-def _fits(part: Any, samples: int) -> bool:
-    """Return whether a part of a batch has this many samples."""
-    if isinstance(part, Tensor | np.ndarray):
-        return part.ndim > 0 and len(part) == samples
-    if isinstance(part, Mapping):
-        return all(_fits(value, samples) for value in part.values())
-    return part is None or (isinstance(part, list | tuple) and len(part) == samples)
-
-
-def _join(name: str, values: Sequence[Any]) -> Any:
-    first = values[0]
-    if first is None:
-        return None
-    if isinstance(first, Tensor | np.ndarray):
-        shapes = [tuple(value.shape[1:]) for value in values]
-        if any(shape != shapes[0] for shape in shapes):
-            raise ValueError(
-                f"{name} has samples of shape {shapes[0]} in one batch and others in the next ({shapes[1:]}), which "
-                "cannot be joined; pad samples to one shape, or make batches of a map-style data set"
-            )
-        return torch.cat(list(values)) if isinstance(first, Tensor) else np.concatenate(values)
-    return type(first)([entry for value in values for entry in value])
-
-
-def _check_alike(name: str, structures: Sequence[Any]) -> None:
-    for structure in structures[1:]:
-        if structure != structures[0]:
-            raise ValueError(f"{name} has {structures[0]} in one batch, but {structure} in another; expected the same")
-
-
-def _bytes(value: Any) -> bytes:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().float().numpy()
-    if isinstance(value, np.ndarray):
-        return value.tobytes() if value.dtype.kind in "biufc" else repr(value).encode()
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return b"".join(map(_bytes, value))
-    return repr(value).encode() if isinstance(value, str | int | float | bytes) else b""

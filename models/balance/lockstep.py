@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from gangline.kvstore.nan_check import not_finite
-from gangline.models.balance.gradient_weights import Reduction
+from gangline.models.balance.gradient_weights import Reduction, ReplicaCheck, check_updates
 from gangline.models.balance.rank_balance import Measured, RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
-from gangline.models.balance.replica_check import ReplicaCheck, check_updates
+from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch
 from gangline.models.data.batches import common_rows
 
 LEAVE_SECONDS = 60.0
@@ -30,6 +30,7 @@ EXIT_SECONDS = 5.0
 
 Count = Callable[[Any], float | Tensor]
 """Returns the divisor of the mean loss of a batch."""
+LossReduction = Literal["mean", "sum", "normalized"]
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,6 @@ class Piece:
     """Of the samples that it trains on: their number, or what ``lengths`` count."""
     total: float = 0.0
     """Cost of the global batch, without padding."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """A rank's part of a global batch."""
-
-    number: int
-    """Number of the global batch, counted from the start of the job."""
-    counts: list[int]
-    """Samples of each rank."""
-    counted: list[float]
-    """Divisor of each rank's mean loss."""
-    cost: float = 0.0
-    """Of this rank's samples."""
 
 
 class Signal(IntEnum):
@@ -106,16 +93,15 @@ class Lockstep:
         count: Count | None,
         replicas: ReplicaCheck,
         *,
-        is_mean: bool,
+        loss_reduction: LossReduction,
         smallest: int,
     ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
-        ``count`` None: samples. ``is_mean``: the gradient is that of a mean over the global batch; else of a sum. A
-        global batch of fewer than ``smallest`` samples ends the epoch.
+        ``count`` None: samples. A global batch of fewer than ``smallest`` samples ends the epoch.
         """
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
-        self._is_mean, self._smallest, self._replicas = is_mean, smallest, replicas
+        self._loss_reduction, self._smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
         self.is_open = False
         """True while this rank is in an epoch."""
@@ -123,10 +109,7 @@ class Lockstep:
         """True if another rank left the epoch that ended last."""
         self.is_stopping = False
         """True if this rank ends the epoch when the loop asks for the next batch."""
-        self.skips: list[tuple[int, dict[int, int]]] = []
-        """Steps in which a rank had no gradient, until they are taken from this list: number of the global batch, and
-        cost of the share of each rank that ran out of memory. The same on all ranks."""
-        self._share: Share | None = None  # of the current batch
+        self._batch: BalancedBatch | None = None  # the current one
         self._rows: _Rows | None = None  # messages of all ranks at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
         if reduction is not None:
@@ -135,14 +118,14 @@ class Lockstep:
     def begin_epoch(self) -> None:
         """Synchronize with the other ranks before an epoch. Collective."""
         self.leave()
-        self._share = None
+        self._batch = None
         self.was_left = self.is_stopping = self._is_left = False
         self._ask(Signal.EPOCH)
 
     def batches(
         self, pieces: Iterator[Piece], read_ahead: Callable[[], None], first: int
-    ) -> Iterator[tuple[Share, Any]]:
-        """Return the batches of an epoch with the shares of all ranks. Collective.
+    ) -> Iterator[tuple[BalancedBatch, Any]]:
+        """Return the global batches of an epoch with this rank's data. Collective.
 
         A batch is read, and the ranks exchange its counts, when the loop asks for it, because the ranks have just
         synchronized to reduce gradients. The epoch ends when no rank has a sample, or one stops or leaves it.
@@ -155,16 +138,16 @@ class Lockstep:
         self.is_open = True
         try:
             for number in count(first):
-                share_and_batch = self._next(pieces, number)
-                if share_and_batch is None:
+                following = self._next(pieces, number)
+                if following is None:
                     return
                 read_ahead()
-                yield share_and_batch
+                yield following
         except Exception:  # of any type, from the data or from another rank; raised again below
             self.is_open = False  # on all ranks
             raise
 
-    def _next(self, pieces: Iterator[Piece], number: int) -> tuple[Share, Any] | None:
+    def _next(self, pieces: Iterator[Piece], number: int) -> tuple[BalancedBatch, Any] | None:
         """Read a batch and exchange its counts; None: the epoch has ended."""
         if self.is_stopping:
             self._ask(Signal.STOP)
@@ -174,8 +157,6 @@ class Lockstep:
         try:
             piece = next(pieces, piece)
             counted, update = _counted(self._count, piece), self._replicas.number()
-            if self.skips:
-                self._balance.drop_time()
             row = (Signal.BATCH, piece.samples, counted, piece.whole, update, *self._balance.measured())
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
@@ -201,11 +182,32 @@ class Lockstep:
         counts, divisors = [int(row[1]) for row in rows], [row[2] for row in rows]
         self._balance.receive(number, [Measured(*row[5:]) for row in rows], piece.total or float(sum(counts)))
         if self._count is None:
-            divisors = self._rows_of_samples(number, counts, divisors) if self._is_mean else list(map(float, counts))
+            is_mean = self._loss_reduction == "mean"
+            divisors = self._rows_of_samples(number, counts, divisors) if is_mean else list(map(float, counts))
         if sum(counts) < self._smallest:
             self.is_open = False
             return None
-        return Share(number, counts, divisors, piece.cost), piece.batch
+        return self._weighted(number, counts, divisors, piece.cost), piece.batch
+
+    def _weighted(self, number: int, counts: list[int], counted: list[float], cost: float) -> BalancedBatch:
+        """Return a global batch with the weight of this rank's part."""
+        size, rank = self._exchange.size, self._exchange.rank
+        samples = counts[rank]
+        if self._loss_reduction == "sum":
+            share = float(size) if samples else 0.0
+        else:
+            share = counted[rank] * size / (sum(counted) or 1.0)
+        weight = share or (NOTHING_COUNTS if samples else 0.0)
+        return BalancedBatch(
+            number,
+            tuple(counts),
+            tuple(counted),
+            samples,
+            share,
+            1.0 if self._loss_reduction == "normalized" else weight,
+            self._exchange.group,
+            cost,
+        )
 
     def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:
         """Return the rows of all ranks' batches; ValueError if they may not be the samples that collate has kept."""
@@ -225,16 +227,16 @@ class Lockstep:
         """Ask for a batch that was exchanged before; return False if a rank has ended the epoch. Collective."""
         return self._ask(Signal.STOP if self.is_stopping else Signal.NEXT) is not None
 
-    def begin_batch(self, share: Share) -> None:
+    def begin_batch(self, batch: BalancedBatch) -> None:
         """Begin to train a batch."""
-        self._share = share
+        self._batch = batch
         if self._reduction is not None:
             self._reduction.begin_batch()
 
     def skip(self, *, out_of_memory: bool) -> None:
         """Take part in the current step without a gradient. Collective: the other ranks run backward, or skip too."""
         reduction = self._reduction
-        if reduction is None or not self.is_open or self._share is None or reduction.is_ended:
+        if reduction is None or not self.is_open or self._batch is None or reduction.is_ended:
             raise RuntimeError(
                 "balance: skip() takes the place of one backward in the current batch, for one network in "
                 "DistributedDataParallel without static_graph, layers that wait for other ranks, or "
@@ -242,7 +244,7 @@ class Lockstep:
             )
         reduction.enter_forward()
         signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
-        rows = self._gather(signal, reduction.adds, max(self._share.cost, 1.0) if out_of_memory else 0.0)
+        rows = self._gather(signal, reduction.adds, max(self._batch.cost, 1.0) if out_of_memory else 0.0)
         if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
             reduction.complete()
         reduction.is_ended = True
@@ -255,7 +257,7 @@ class Lockstep:
         """
         if not self.is_open and signal is Signal.LEFT:
             return
-        owed = self._reduction if self.is_open and self._share is not None else None
+        owed = self._reduction if self.is_open and self._batch is not None else None
         if owed is not None and owed.is_ended:
             owed = None
         self.is_open = False
@@ -283,7 +285,7 @@ class Lockstep:
     def _ask(self, signal: float, *numbers: float) -> _Rows | None:
         """Exchange what the ranks do next; None: the epoch ends."""
         reduction = self._reduction
-        if self.is_open and self._share is not None and reduction is not None and reduction.has_trained:
+        if self.is_open and self._batch is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
         while not self._is_left:
             rows = self._gather(signal, *numbers)
@@ -313,7 +315,7 @@ class Lockstep:
     def _checked(self, rows: _Rows) -> list[Signal]:
         """Return the signals of all ranks; raise if one has failed, or some wait for gradients that others lack."""
         signals = [Signal(int(row[0])) for row in rows]
-        batch = "" if self._share is None else f" in global batch {self._share.number}"
+        batch = "" if self._batch is None else f" in global batch {self._batch.number}"
         if Signal.FAILED in signals:
             self.is_open = False
             raise RuntimeError(f"balance: {_listed(signals, Signal.FAILED)} ended with an error{batch}; see its output")
@@ -340,37 +342,37 @@ class Lockstep:
 
     def _end_step(self, rows: _Rows) -> None:
         """Correct the gradient for the ranks that had none."""
-        reduction, share = self._reduction, self._share
+        reduction, batch = self._reduction, self._batch
         assert reduction is not None
-        assert share is not None
+        assert batch is not None
         signals = self._checked(rows)
         for rank, row in enumerate(rows):
             if row[0] == Signal.REDUCED and row[2]:
                 self.is_open = False
-                raise not_finite(reduction.names[int(row[2]) - 1], rank, f" in global batch {share.number}")
+                raise not_finite(reduction.names[int(row[2]) - 1], rank, f" in global batch {batch.number}")
         skipped = [rank for rank, signal in enumerate(signals) if signal in (Signal.SKIPPED, Signal.LOST)]
         if not skipped:
             return
-        counted = share.counted
+        counted = batch.counted
         left = sum(counted) - sum(counted[rank] for rank in skipped)
         is_exact = Signal.LOST not in signals and not any(row[1] for row in rows if row[0] in _IN_STEP)
         is_exact = is_exact and all(signal in _IN_STEP for signal in signals) and reduction.is_exact
         if is_exact and left > 0:
-            reduction.multiply(sum(counted) / left if self._is_mean else 1.0)
+            reduction.multiply(sum(counted) / left if self._loss_reduction == "mean" else 1.0)
         else:
             reduction.drop()
             warnings.warn(
-                f"balance: {_listed(signals, Signal.SKIPPED, Signal.LOST)} skipped global batch {share.number} "
+                f"balance: {_listed(signals, Signal.SKIPPED, Signal.LOST)} skipped global batch {batch.number} "
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )
-        self.skips.append((share.number, {rank: int(rows[rank][2]) for rank in skipped if rows[rank][2]}))
+        self._balance.discard_batch(batch.number, {rank: int(rows[rank][2]) for rank in skipped if rows[rank][2]})
         if Signal.LEFT in signals:
             self._warn_of_left(signals)
 
     def _warn_of_left(self, signals: Sequence[Signal]) -> None:
         self._is_left = True
-        batch = "" if self._share is None else f" after global batch {self._share.number}"
+        batch = "" if self._batch is None else f" after global batch {self._batch.number}"
         warnings.warn(
             f"balance: {_listed(signals, Signal.LEFT)} left the loop{batch}, so this rank ends its epoch there too; "
             "loader.stop() on any rank ends it on all",

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gangline.collectives.workload import split_within
-from gangline.models.balance.balancer import ElapsedTime, MemoryLimits, samples_that_fit
-from gangline.models.balance.lengths import cut_by_cost, ranks_by_speed
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
+from gangline.models.data.lengths import Costs
+from gangline.models.elapsed_time import Measurements
 
 _log = logging.getLogger("gangline")
+_FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
+_PRECISION = 0.005  # relative, of the time of a step
 _PARTS = 4096  # into which the cost of a global batch can be cut
+_USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
 _LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is logged
 
 
@@ -70,14 +76,14 @@ class RankBalance:
         self._rank, self._size, self._horizon = rank, len(loads), horizon
         self._device, self._by_cost = device, by_cost
         names = [f"rank {number}" for number in range(self._size)]
-        self._limits = MemoryLimits(names, max_samples=caps)
         parts = _PARTS if by_cost else None
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
-        self.caps = list(self._limits.max_samples)
+        self._kept_caps = list(caps or [None] * self._size)  # the user's, or after an out-of-memory error
+        self.caps = list(self._kept_caps)
         """Maximum share of each rank; None: no limit is known."""
         self._splits: list[_Split] = []  # ascending
         self.set_loads(loads, None)
-        self._pending: deque[tuple[float, ElapsedTime]] = deque()  # batches that a GPU may still compute
+        self._measurements = Measurements()
         self._cost = 0.0  # of this rank's share of the current batch
         self._largest = 0.0  # of this rank's shares
         self._limit = 0.0  # what fits into this rank's memory
@@ -154,12 +160,11 @@ class RankBalance:
             return Measured()
         time = self.timer.take()
         if time is not None and self._cost:
-            self._pending.append((self._cost, time))
+            self._measurements.add([self._cost], [time])
         self._cost = 0.0
         seconds = cost = 0.0
-        while self._pending and self._pending[0][1].is_complete():
-            cost_of_batch, time = self._pending.popleft()
-            if took := time.seconds():
+        for (cost_of_batch,), (took,) in self._measurements.take():
+            if took:
                 seconds, cost = seconds + took, cost + cost_of_batch
         if self._device is not None and not self._batches % WINDOW:
             self._limit = samples_that_fit(self._device, int(self._largest)) or 0.0
@@ -174,7 +179,7 @@ class RankBalance:
         self._full = max(self._full, cost)
         if self.timer is None:
             return
-        both = zip(self._limits.max_samples, (int(row.limit) or None for row in rows), strict=True)
+        both = zip(self._kept_caps, (int(row.limit) or None for row in rows), strict=True)
         self.caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
         part = self._full / _PARTS if self._by_cost else 1.0
         self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in self.caps]
@@ -187,13 +192,14 @@ class RankBalance:
             self._log_split()
 
     def discard_batch(self, batch: int, out_of_memory: Mapping[int, int]) -> None:
-        """Halve the limits of ranks that ran out of memory with these shares. All ranks call it with the same.
+        """Do not count a batch in which a rank had no gradient. All ranks call it with the same.
 
-        They get at most half of these from now on, if other ranks have room.
+        Ranks that ran out of memory with these shares get at most half of them from now on, if others have room.
         """
-        self._limits.halve(out_of_memory)
-        for rank in out_of_memory:
-            self.caps[rank] = self._limits.max_samples[rank]
+        self.drop_time()
+        for rank, share in out_of_memory.items():
+            cap = self._kept_caps[rank]
+            self._kept_caps[rank] = self.caps[rank] = max(1, share // 2 if cap is None else min(cap, share // 2))
         self.set_loads(self.loads, batch + 1)
 
     def state(self) -> dict[str, Any]:
@@ -249,3 +255,105 @@ def checked_caps(memory: Sequence[int], size: int, global_batch: int) -> list[in
             f"raise them, or pass global_batch={sum(caps)} and accumulate gradients over more batches"
         )
     return list(caps)
+
+
+def samples_that_fit(device: torch.device, samples: int) -> int | None:
+    """Predict from the memory peak of real training steps the largest share that fits; call it between two steps.
+
+    Memory allocated between steps, such as weights and optimizer state, does not grow with the share. Memory that a
+    step adds is assumed to grow in proportion, although a part of it does not.
+
+    Returns:
+        At least ``samples``, the largest share that this rank has trained; None: no limit is known, as on CPUs.
+    """
+    if device.type != "cuda" or not samples:
+        return None
+    peak, fixed = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device) - peak
+    return samples + max(0, int(_USED * room * samples / max(peak - fixed, 1)))
+
+
+def ranks_by_speed(speeds: Sequence[float], before: Sequence[int]) -> list[int]:
+    """Return the ranks, fastest first; ranks of similar speed stay as they were before.
+
+    Costs do not tell all: if long samples take more time than their cost says, the rank that has them seems slower. It
+    keeps them, so that its speed is that of its samples.
+    """
+    order = list(before)
+    for end in range(1, len(order)):
+        for place in range(end, 0, -1):
+            if speeds[order[place]] <= _FASTER * speeds[order[place - 1]]:
+                break
+            order[place - 1 : place + 1] = order[place], order[place - 1]
+    return order
+
+
+def cut_by_cost(
+    costs: Costs,
+    speeds: Sequence[float],
+    caps: Sequence[float | None] | None = None,
+    minimum: int = 1,
+    *,
+    padding: bool = True,
+) -> list[NDArray[np.int64]]:
+    """Cut samples into consecutive parts in descending order of cost, so that the slowest part finishes first.
+
+    A part's time is its cost over its speed; its cost with ``padding`` is its number of samples times its largest cost,
+    else the sum. For a given time the first part takes what fits, then the second one, and so on; the least time in
+    which all samples fit is found by bisection, to 0.5 %.
+
+    Args:
+        costs: cost of each sample.
+        speeds: relative speed of each part, above 0; the first part gets the largest costs.
+        caps: maximum cost of each part; None: no limit. Caps that cannot hold the samples are scaled up.
+        minimum: smallest number of samples in a part, if there are enough samples for all parts.
+        padding: True if a part is padded to its longest sample.
+
+    Returns:
+        The positions of each part's samples, ascending. With fewer samples than parts the last parts are empty.
+    """
+    samples, parts = len(costs), len(speeds)
+    if not costs.any():
+        costs = np.ones_like(costs)
+    order = np.argsort(-costs, kind="stable")
+    descending = costs[order].tolist()
+    sums = [0.0, *np.cumsum(costs[order]).tolist()]
+    able = min(parts, max(1, samples // minimum))
+    limits = [math.inf if cap is None else float(cap) for cap in (caps or [None] * parts)[:able]]
+    pairs = list(zip(speeds[:able], limits, strict=True))
+
+    def counts_within(seconds: float, scale: float) -> list[int] | None:
+        begin, counts, kept = 0, [], samples - minimum * able
+        for speed, cap in pairs:
+            kept += minimum  # left for this part, when the others have the minimum
+            most = kept - begin if able > 1 else samples
+            limit = min(seconds * speed, scale * cap)
+            if not padding:
+                count = bisect_right(sums, sums[begin] + limit, begin, begin + most + 1) - 1 - begin
+            elif descending[begin] * most <= limit:
+                count = most
+            else:
+                count = int(limit / descending[begin] * (1 + 1e-12))
+            if count < minimum and count < samples:
+                return None
+            counts.append(count)
+            begin += count
+        return counts if begin == samples else None
+
+    low = sums[-1] / sum(speeds[:able])
+    high, scale, counts = low, 1.0, None
+    while counts is None:
+        low, high = high, high * 1.5
+        counts = counts_within(high, scale)
+        if counts is None and counts_within(math.inf, scale) is None:
+            scale *= 1.1  # the caps cannot hold the samples
+    while high - low > _PRECISION * low:
+        middle = (low + high) / 2
+        if (found := counts_within(middle, scale)) is None:
+            low = middle
+        else:
+            counts, high = found, middle
+    ends = np.cumsum(counts)
+    cut = [np.sort(part) for part in np.split(order, ends[:-1])]
+    return cut + [order[:0]] * (parts - able)

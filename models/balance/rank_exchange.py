@@ -37,6 +37,7 @@ class RankExchange:
             raise RuntimeError(
                 "torch.distributed is not initialized; call torch.distributed.init_process_group() before balance()"
             )
+        self.group = group
         found = dist.group.WORLD if group is None else group
         assert found is not None
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
@@ -54,14 +55,13 @@ class RankExchange:
             TypeError: on all ranks, if the data has a type that needs pickle and GANGLINE_ALLOW_PICKLE is not 1.
         """
         packed = torch.frombuffer(bytearray(pack_object(data)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(packed)], device="cpu"), group=self._group)
-        padded = packed.new_zeros(int(max(lengths)))
+        lengths = [int(length) for (length,) in self.gather([len(packed)])]
+        padded = packed.new_zeros(max(lengths))
         padded[: len(packed)] = packed
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded, group=self._group)
         return [
-            unpack_object(part[: int(length)].numpy().tobytes(), f"what balance() sends from rank {rank}")
+            unpack_object(part[:length].numpy().tobytes(), f"what balance() sends from rank {rank}")
             for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
         ]
 

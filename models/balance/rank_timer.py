@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
+from gangline.models.elapsed_time import ElapsedTime, mark
 
 _BACKWARD = 2.0  # backward's time relative to forward's, where backward cannot be measured
 _timers: WeakSet[RankTimer] = WeakSet()

@@ -185,7 +185,7 @@ class SpeedModel:
         self.loads = [max(round(n / sum(parts), 4), 0.0001) if n else 0.0 for n in parts]
         self._measured, self._elapsed = 0, 0.0
         for member in self._members:
-            member.begin()
+            member.cost = member.seconds = 0.0
 
     def begin_epoch(self) -> bool:
         """Start a trial of idle members, unless waiting for them would cost too much; return True if one starts."""
@@ -228,10 +228,6 @@ class SpeedModel:
         for member, rates in zip(self._members, state["rates"], strict=True):
             member.rates.extend(map(float, rates))
 
-    def expected_seconds(self, counts: Sequence[float]) -> float:
-        """Return the expected time of a step with these costs of the members; 0 before the first measurement."""
-        return step_seconds(counts, self._rates()) if any(member.rates for member in self._members) else 0.0
-
     def speeds(self) -> list[float]:
         """Return the cost per second of each member; empty before the first measurement."""
         return [1 / rate for rate in self._rates()] if any(member.rates for member in self._members) else []
@@ -259,15 +255,11 @@ class _Member:
     seconds: float = 0.0
     """Of the measurement that has begun."""
 
-    def begin(self) -> None:
-        """Begin a measurement with the next batch."""
-        self.cost = self.seconds = 0.0
-
     def end_measurement(self) -> None:
         """Add the rate of the measurement, if there is one."""
         if self.cost:
             self.rates.append(self.seconds / self.cost)
-        self.begin()
+        self.cost = self.seconds = 0.0
 
     def rate(self) -> float:
         """Return the median rate."""

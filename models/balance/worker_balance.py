@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from gangline.models.balance.balancer import Balancer, ElapsedTime
 from gangline.models.balance.speed_model import TRIAL_BATCHES, SpeedModel
+from gangline.models.elapsed_time import ElapsedTime, Measurements
 from gangline.models.workers import Workers
 
+_MOST = 64
+"""Maximum number of batches in a message, about 2 KB."""
 _SILENT = logging.Logger("gangline.silent", logging.CRITICAL + 1)
 
 
@@ -43,9 +45,11 @@ class WorkerBalance:
         """
         self._workers, self._logger, self._best_split = workers, logger, best_split
         names = [f"worker {rank}" for rank in range(workers.count)]
-        speeds = SpeedModel(names, logger if workers.is_first else _SILENT, minimum=workers.minimum)
-        self._balancer = Balancer(speeds, partial(workers.all_gather, name="begin_epoch"))
-        self._is_shared, self._reads_ahead = True, 0
+        self._speeds = SpeedModel(names, logger if workers.is_first else _SILENT, minimum=workers.minimum)
+        self._measurements = Measurements()  # of this worker's replicas
+        self._unsent: deque[list[float]] = deque(maxlen=_MOST)  # samples and seconds of this worker in each batch
+        self._received: list[deque[list[float]]] = [deque(maxlen=_MOST) for _ in names]  # the same of all workers
+        self._is_shared, self._reads_ahead, self._in_turn = True, 0, False
         self._trial_left: int | None = None
         self._computed = 0.0
         self.reports: list[WorkerReport] = []
@@ -54,20 +58,22 @@ class WorkerBalance:
     def record(self, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
         """Record samples and compute time of each replica in a batch. All workers record each batch."""
         if self._workers.count > 1:
-            self._balancer.record(samples, times, partial(self._together, in_turn))
-            self._balancer.measure()
+            self._in_turn = in_turn
+            self._measurements.add(samples, times)
+            self._measure()
             if self._trial_left is not None:
                 self._trial_left -= 1
 
-    def _together(self, in_turn: bool, samples: Sequence[int], seconds: Sequence[float]) -> float:
-        """Return the time with the current split over the replicas, or with the best split for their speeds."""
-        measured = [(count, took) for count, took in zip(samples, seconds, strict=True) if count and took]
-        times = [took for _, took in measured]
-        together = sum(times) if in_turn else max(times, default=0.0)
-        self._computed += together
-        if self._best_split and measured and not in_turn:
-            return sum(samples) / sum(count / took for count, took in measured)
-        return together
+    def _measure(self, *, wait: bool = False) -> None:
+        """Take the times of the batches that are complete; with ``wait``, of all batches."""
+        for samples, seconds in self._measurements.take(wait=wait):
+            measured = [(count, took) for count, took in zip(samples, seconds, strict=True) if count and took]
+            times = [took for _, took in measured]
+            together = sum(times) if self._in_turn else max(times, default=0.0)
+            self._computed += together
+            if self._best_split and measured and not self._in_turn:
+                together = sum(samples) / sum(count / took for count, took in measured)
+            self._unsent.append([sum(samples), together])
 
     def begin_fit(self, *, is_shared: bool, reads_ahead: int) -> None:
         """Prepare for a run of `fit`; ``reads_ahead`` is the number of batches that a worker may read early."""
@@ -88,9 +94,14 @@ class WorkerBalance:
         """True, on all workers, if messages should be exchanged now because the trial of an idle worker is over."""
         return self._trial_left is not None and self._trial_left <= 0
 
-    def message(self) -> Any:
-        """Return the measurements since the last message, as plain data, to be gathered from all workers."""
-        return self._balancer.message(wait=self.is_urgent) if self._is_measured else None
+    def message(self, *, wait: bool = False) -> list[list[float]] | None:
+        """Return what was measured since the last message, for `receive`; with ``wait``, of all batches."""
+        if not self._is_measured:
+            return None
+        self._measure(wait=wait or self.is_urgent)
+        message = list(self._unsent)
+        self._unsent.clear()
+        return message
 
     def receive(self, messages: Sequence[Any], batch: int) -> None:
         """Record all workers' messages before the batch with this index, and update the loads if due."""
@@ -98,18 +109,25 @@ class WorkerBalance:
             return
         if self.is_urgent:
             self._trial_left = None
-        if self._balancer.receive(messages):
-            self._workers.set_loads(self._balancer.loads, batch + self._reads_ahead)
+        for received, message in zip(self._received, messages, strict=True):
+            received.extend(message)
+        changed = False
+        while all(self._received):
+            samples, seconds = zip(*(received.popleft() for received in self._received), strict=True)
+            changed |= self._speeds.record(samples, seconds)
+        if changed:
+            self._workers.set_loads(self._speeds.loads, batch + self._reads_ahead)
 
     def begin_epoch(self) -> None:
         """Update the loads from all measurements. Collective if the loads follow measured speeds."""
         if self._is_measured:
-            self._trial_left = TRIAL_BATCHES if self._balancer.begin_epoch() else None
-            self._workers.set_loads(self._balancer.loads)
+            self.receive(self._workers.all_gather(self.message(wait=True), "begin_epoch"), 0)
+            self._trial_left = TRIAL_BATCHES if self._speeds.begin_epoch() else None
+            self._workers.set_loads(self._speeds.loads)
 
     def report(self, seconds: float, waited: float, context_loads: Sequence[float]) -> list[Any]:
         """Return this worker's times of an epoch of ``seconds``, as plain data, to be gathered from all workers."""
-        self._balancer.measure(wait=True)
+        self._measure(wait=True)
         computed, self._computed = self._computed, 0.0
         # The host's waits include waits for its own GPU, which computes meanwhile.
         return [computed, max(0.0, min(waited, seconds - computed)), list(context_loads)]
@@ -124,13 +142,13 @@ class WorkerBalance:
 
     def state(self) -> dict[str, Any] | None:
         """Return plain data for a checkpoint, equal on all workers; None if the loads are fixed."""
-        return self._balancer.speeds.state() if self._workers.is_auto else None
+        return self._speeds.state() if self._workers.is_auto else None
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Restore what `state` returned; with another number of workers, start from equal loads and log a warning."""
         if self._workers.is_auto and state is not None:
-            self._balancer.speeds.load_state(state)
-            self._workers.set_loads(self._balancer.loads)
+            self._speeds.load_state(state)
+            self._workers.set_loads(self._speeds.loads)
 
 
 def _described(rank: int, load: float, report: WorkerReport) -> str:

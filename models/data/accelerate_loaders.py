@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gangline.models.balanced_batch import batch_of_rows
-from gangline.models.data.batches import copy_loader
+from gangline.models.data.loaders import copy_loader
 
 _loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 """Prepared loaders whose batches are split unequally."""
@@ -80,17 +80,20 @@ def accumulated_steps() -> int:
     return int(GradientState().num_steps)
 
 
-def gather_unequal(loader: Any, waiting: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Let accelerate gather tensors whose number of rows differs over the ranks, until the returned function is called.
+def read_unequal(
+    loader: Any, batches: Iterable[Any], waiting: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Let a prepared loader read ``batches`` whose number of rows differs over the ranks; return what undoes it.
 
-    A repeated sample of weight 0 is left out. ``loader`` is the prepared loader; in the context of ``waiting`` this
-    rank waits for others.
+    Until then accelerate gathers tensors of different numbers of rows, without the repeated samples of weight 0. In the
+    context of ``waiting`` this rank waits for others.
     """
     from accelerate.state import GradientState
     from accelerate.utils import operations
 
     plain = inspect.unwrap(operations._gpu_gather)  # by this name accelerate's gather and gather_for_metrics call it
     _loaders.add(loader)
+    loader.base_dataloader = batches
 
     def gather_one(tensor: torch.Tensor) -> Any:
         if not tensor.dim():

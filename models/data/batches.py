@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from gangline.kvstore.numpy_arrays import readable
 
 Batch = Any
 """A tensor, a tuple or list of batches, or a dict of them."""
-_OF_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
-"""Arguments of a DataLoader that choose the batches."""
-
 _MOST_PARTS = 4  # of a batch, which a collate function returns as a list
 
 
@@ -100,12 +95,6 @@ def length_of(items: Any) -> int | None:
         return len(items)
     except (TypeError, NotImplementedError):
         return None
-
-
-def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Copy a DataLoader with other batches: batch_sampler, or batch_size, sampler and drop_last."""
-    kept = signature(DataLoader).parameters.keys() - _OF_BATCHES
-    return DataLoader(**{**{name: getattr(loader, name) for name in kept}, **changes})
 
 
 def take(batch: Batch, index: slice | torch.Tensor) -> Batch:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.kvstore import KVStore
 from gangline.models.arguments import check_int
-from gangline.models.data.batches import Batch, as_batch, copy_loader, length_of, num_samples, pinned, take, tensors_of
+from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
+from gangline.models.data.loaders import copy_loader
 from gangline.models.data.reader import Reader, base_dataset
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed

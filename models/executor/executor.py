@@ -13,10 +13,10 @@ from torch import nn
 
 from gangline.collectives.context import Context
 from gangline.collectives.host_memory import keep_freed_memory
-from gangline.models.balance.balancer import ElapsedTime, mark
 from gangline.models.batchnorm.distributed_batchnorm import Direction
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier
 from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of
+from gangline.models.elapsed_time import ElapsedTime, mark
 from gangline.models.executor.device_threads import DeviceThreads
 from gangline.models.loss.explanation import explain_forward, explain_loss
 from gangline.models.loss.summed_loss import SummedLoss

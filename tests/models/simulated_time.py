@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from gangline.bench.unequal import waiting_network
-from gangline.models.balance import balancer
+from gangline.models import elapsed_time
 
 
 class _Clock(threading.local):
@@ -29,6 +29,6 @@ def simulated_time() -> Iterator[None]:
     """Simulate the time of networks, and measure it by the executors of this process."""
     clock = _Clock()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (waiting_network, balancer):
+        for module in (waiting_network, elapsed_time):
             patch.setattr(module, "time", clock)
         yield

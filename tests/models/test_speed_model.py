@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from gangline.collectives.workload import split_batch, split_within
 from gangline.models.balance import speed_model
-from gangline.models.balance.balancer import MemoryLimits, samples_that_fit
-from gangline.models.balance.lengths import cut_by_cost, ranks_by_speed
-from gangline.models.balance.rank_balance import RankBalance
+from gangline.models.balance.rank_balance import RankBalance, cut_by_cost, ranks_by_speed, samples_that_fit
 from gangline.models.balance.speed_model import SpeedModel
+from gangline.models.executor.context_balance import MemoryLimits
 from gangline.models.executor.executor import is_out_of_memory
 from tests.models.drifts import DRIFTS, simulate
 
@@ -230,7 +229,6 @@ def test_ranks_that_were_not_measured_count_as_average() -> None:
     assert auto.record([32, 32], [0.032, 0.096])
     assert counts_of(auto.loads, 64) == [48, 16]
     assert auto.speeds() == pytest.approx([1000, 333.3], rel=0.05)
-    assert auto.expected_seconds([32, 32]) == pytest.approx(0.096)
 
 
 def test_no_split_changes_before_a_second_of_batches_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +308,9 @@ def test_the_parts_cover_each_slice_in_order_and_fit_in_as_few_rounds_as_can_be(
     samples: int, contexts: list[tuple[int, int | None]]
 ) -> None:
     slices = split_batch(samples, [load for load, _ in contexts])
-    rounds = MemoryLimits(["cpu"] * len(contexts), None, [most for _, most in contexts]).micro_steps(slices)
+    limits = MemoryLimits(["cpu"] * len(contexts), LOGGER)
+    limits.max_samples = [most for _, most in contexts]
+    rounds = limits.micro_steps(slices)
     needed = []
     for number, (whole, (_, most)) in enumerate(zip(slices, contexts, strict=True)):
         parts = [parts[number] for parts in rounds]

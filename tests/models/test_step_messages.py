@@ -409,7 +409,7 @@ def test_a_module_measures_its_gpus_without_waits() -> None:
             if step >= 3:
                 assert first.waits == second.waits == []
         assert module.load_balancer is not None
-        [(samples, seconds)] = module.load_balancer.message(wait=True)  # earlier steps have been taken in
+        [(samples, seconds)] = module.load_balancer.measurements.take(wait=True)  # earlier steps have been taken in
         assert sum(samples) == 10  # threads interleave as they like, and so do the times
         assert min(seconds) > 0
 

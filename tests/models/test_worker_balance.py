@@ -28,9 +28,9 @@ from gangline.collectives.errors import MismatchError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.models.balance import speed_model
-from gangline.models.balance.balancer import ElapsedTime
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
+from gangline.models.elapsed_time import ElapsedTime
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.reports.page import TrainingProgress, read_progress
 from gangline.models.workers import Workers
@@ -237,7 +237,7 @@ def test_the_time_of_a_worker_is_that_of_its_contexts_together(
     workers.count, workers.is_auto = 2, True
     balance = WorkerBalance(workers, logging.getLogger("gangline"), best_split=best_split)
     balance.record([2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
-    assert balance.message() == [[[4], [expected]]]
+    assert balance.message() == [[4, expected]]
     assert balance.message() == []
     assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
 

@@ -95,7 +95,7 @@ def _started(loader: Any, timer: RankTimer | None) -> Iterator[Tensor]:
 
 
 def _costs(lengths: list[int]) -> list[float]:
-    """Return the cost of each text: attention grows with the square of its tokens, the other layers with their width."""
+    """Return the cost of each text, of which attention grows with the square of its tokens."""
     return [length + length**2 / (6 * WIDTH) for length in lengths]
 
 
