@@ -72,7 +72,10 @@ def test_training_by_preferences_gives_the_weights_of_one_process(tmp_path: Path
 
 
 def tuned(folder: str, batch_size: int, loads: list[float] | None, is_packed: bool) -> dict[str, list[float]]:
-    """Train on texts of unequal length, two epochs; return the weights."""
+    """Train on texts of unequal length, two epochs, with a loss in float32; return the weights.
+
+    Those of plain DistributedDataParallel are within 1e-7 of one process.
+    """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
