@@ -23,7 +23,7 @@ from tests.integrations.trainers import message, told, trainer_of
 from tests.models.measure import distance, same_bits
 from tests.models.unequal_jobs import Batches, cut, flat, gathered
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SAMPLES, BATCH = 41, 4
 LENGTHS = np.random.default_rng(3).lognormal(2, 1, SAMPLES).clip(2, 40).astype(int).tolist()
@@ -303,7 +303,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return of
 
 
-@pytest.mark.parametrize("name", CASES)
+def rows(packages: dict[str, str]) -> list[Any]:
+    """Return parameters; only a job of accelerate takes less than 10 seconds."""
+    return [pytest.param(key, marks=() if it == "accelerate" else pytest.mark.slow) for key, it in packages.items()]
+
+
+@pytest.mark.parametrize("name", rows({name: package for name, (package, *_) in CASES.items()}))
 def test_weights_are_those_of_one_process(name: str, results: Results) -> None:
     if name == "transformers lora":
         pytest.importorskip("peft")
@@ -346,6 +351,7 @@ def shares(folder: str) -> dict[str, list[Batches]]:
 OF_TOKENS = ("list", "input", "first input of the processor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OF_TOKENS, "column", "named column", "given", "a function", "memory and lengths"])
 def test_lengths_are_those_of_the_data_set_or_given_ones(name: str, results: Results) -> None:
     steps = results()[0]["shares"][name]
@@ -356,6 +362,7 @@ def test_lengths_are_those_of_the_data_set_or_given_ones(name: str, results: Res
     assert any(len(longer) < len(shorter) for longer, shorter in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "first"), [("lengths=None", 4), ("memory", 3)])
 def test_without_lengths_batches_are_cut_by_number(name: str, first: int, results: Results) -> None:
     sizes = [[len(part) for part in step] for step in results()[0]["shares"][name]]
@@ -387,7 +394,7 @@ def of_means(folder: str, package: str) -> list[Batches]:
     return list(map(list, zip(*gathered(texts.read), strict=True)))
 
 
-@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+@pytest.mark.parametrize("package", rows({name: name for name in ("transformers", "accelerate")}))
 def test_batches_whose_means_over_tokens_are_accumulated_keep_their_texts(package: str, results: Results) -> None:
     steps = results(package)[0]["of means"]
     assert [sorted(set(flat(step))) for step in steps] == cut(range(SAMPLES), 2 * BATCH)
@@ -424,6 +431,7 @@ def wrong(folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_lengths_are_errors_of_balance(name: str, results: Results) -> None:
     for found in results():
@@ -445,5 +453,6 @@ def resumed(folder: str) -> list[bool]:
     return [same_bits(end, ends[0]) for end in ends[1:]]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_accumulates_resumes_within_an_epoch_with_the_same_bits(results: Results) -> None:
     assert [found["resumed"] for found in results()] == [[True, True]] * 2
