@@ -44,7 +44,8 @@ class Balance(Callback):
             loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
             count: function of a batch that returns how much the mean of its loss counts, such as the number of labels
                 that are not ignored; None: its samples.
-            **options: of `gangline.balance`, such as lengths; the batches of an update are then sorted together.
+            **options: of `gangline.balance`, such as lengths; without ``count`` the batches of an update are then
+                sorted together.
 
         Raises:
             TypeError: if there is no such option.
@@ -103,7 +104,8 @@ class Balance(Callback):
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=trainer.global_rank)
         options = self._options
-        if options.get("lengths") is not None:
+        has_means = options["count"] is not None and options.get("loss_reduction", "mean") == "mean"
+        if options.get("lengths") is not None and options.get("stream") != "own" and not has_means:
             options = {"accumulate": trainer.accumulate_grad_batches, **options}
         self.loader = QueuedWeights(trainer.model, _with_own_sampler(loader), **options)
         self._batches = _Batches(self.loader)

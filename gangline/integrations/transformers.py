@@ -38,7 +38,7 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
 
     Batches are cut by the lengths of their samples, if these are known as to the samplers of Trainer: from column
     ``length_column_name`` or the first input of the model; ``lengths=None`` cuts by number. The batches of an update
-    are sorted together.
+    are sorted together, if losses are divided by num_items_in_batch.
 
     Args:
         trainer: of transformers or of a class derived from it; it keeps its methods.
@@ -87,7 +87,7 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
         )
     batches = 1 if trainer.accelerator.split_batches else trainer.args.world_size
     check_sizes(options, trainer.args.world_size, trainer.args.train_batch_size * batches)
-    _check_stream(trainer, options.get("stream"))
+    _check_stream(trainer, options.get("stream"), options.get("lengths"))
     if "lengths" not in options and not isinstance(options.get("memory"), list | tuple):
         options["lengths"] = _lengths_of(trainer)
     if options.get("lengths") is not None:
@@ -95,7 +95,10 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
             Lengths(options["lengths"], len(trainer.train_dataset))
         collator = trainer.data_collator
         is_flat = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False)
-        options = {"padding": not is_flat, "accumulate": trainer.args.gradient_accumulation_steps, **options}
+        divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None  # by num_items_in_batch
+        is_sorted = divides and options.get("stream") != "own"  # else other batches would have other means
+        together = trainer.args.gradient_accumulation_steps if is_sorted else 1
+        options = {"padding": not is_flat, "accumulate": together, **options}
     if trainer.args.train_sampling_strategy == "batch_rebalance":  # which is what lengths do
         if options.get("lengths") is None:
             raise ValueError(
@@ -133,7 +136,7 @@ def _lengths_of(trainer: transformers.Trainer) -> Any:
     return lengths if len(set(lengths)) > 1 else None
 
 
-def _check_stream(trainer: transformers.Trainer, stream: str | None) -> None:
+def _check_stream(trainer: transformers.Trainer, stream: str | None, lengths: Any) -> None:
     is_stream, kind = isinstance(trainer.train_dataset, IterableDataset), type(trainer.train_dataset).__name__
     if stream is not None and not is_stream and trainer.train_dataset is not None:
         raise ValueError(f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out")
@@ -149,6 +152,11 @@ def _check_stream(trainer: transformers.Trainer, stream: str | None) -> None:
         raise ValueError(
             f'stream is None, but the {kind} is an IterableDataset; write balance(trainer, stream="same") if all ranks '
             'read the same samples in the same order, or stream="own" if each rank reads samples of its own'
+        )
+    if lengths is not None and not callable(lengths):
+        raise ValueError(
+            "lengths of a stream are those of its samples; expected a function from a sample to a number, such as "
+            'lambda sample: len(sample["input_ids"])'
         )
 
 
@@ -267,8 +275,9 @@ class _Balanced(_Base):
         return (labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum()
 
     def _without_repeated_labels(self: Any, batch: Any) -> Any:
-        if not self._balanced.samples and isinstance(batch.get("labels"), Tensor):
-            batch["labels"] = torch.full_like(batch["labels"], -100)
+        for name in ("labels", "shift_labels"):
+            if not self._balanced.samples and isinstance(batch.get(name), Tensor):
+                batch[name] = torch.full_like(batch[name], -100)
         return batch
 
 

@@ -98,8 +98,8 @@ class BalancedLoader:
                 of cost, not of samples.
             padding: True if the loader pads each share to its longest sample, which then costs as much as all others.
             accumulate: global batches of one update of the weights, which are sorted together by ``lengths``; None:
-                those of accelerate for its loaders, else 1. With loss_reduction="normalized" each step has a part of
-                equal cost, else as many samples as before.
+                those of accelerate for its loaders, without ``count`` of a mean; else 1. With
+                loss_reduction="normalized" each step has a part of equal cost, else as many samples as before.
             pool: form batches of similar lengths from so many global batches, in random order; 1: keep the order.
             budget: with stream="own" and ``lengths``, cost of a global batch: each rank fills its part of it.
 
@@ -144,8 +144,8 @@ class BalancedLoader:
                 caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
             together = accumulate
             if together is None:
-                is_sorted = outer is not None and lengths is not None and stream != "own"
-                together = accumulated_steps() if is_sorted else 1
+                is_kept = outer is None or lengths is None or stream == "own" or (count and loss_reduction == "mean")
+                together = 1 if is_kept else accumulated_steps()
             by_parts = loss_reduction == "normalized"
             arrangement = arrangement_of(lengths, loader, stream, padding, together, pool, budget, by_parts=by_parts)
             settings = {

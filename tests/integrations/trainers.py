@@ -62,7 +62,7 @@ def trainer_of(
     fixed = {"num_train_epochs": 1, "learning_rate": 0.0, "train_sampling_strategy": "sequential"}
     settings = {"per_device_train_batch_size": 4, **fixed, **options}
     quiet = {"use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    arguments = TrainingArguments(folder, **quiet, **settings)
+    arguments = TrainingArguments(folder, **{**quiet, **settings})
     data = samples if data is None else data
     return (kind or Trainer)(model=model or Means(), args=arguments, train_dataset=data, eval_dataset=samples[:2])
 
