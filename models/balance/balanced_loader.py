@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.group.worker_group import check_same
+from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
@@ -33,7 +34,7 @@ from gangline.models.balance.lengths import Arrangement, Lengths
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, Share, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
-from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
+from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.replica_check import ReplicaCheck
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
