@@ -369,7 +369,7 @@ class BalancedLoader:
 
     def _begin_batch(self, share: Share) -> None:
         self._discard_skipped()
-        self._balance.begin_batch(share.cost)
+        self._balance.begin_batch(share.cost, share.counts[self._exchange.rank])
         self._first = share.number + 1
         self._consumed += sum(share.counts)
         if self._exchange.rank == 0:

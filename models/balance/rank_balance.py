@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from gangline.collectives.workload import split_within
@@ -19,6 +20,8 @@ from gangline.models.console_log import log_to_stderr
 
 _log = logging.getLogger("gangline")
 _PARTS = 4096  # into which the cost of a global batch can be cut
+_COMPARED = 32  # batches whose times show whether lengths explain them
+_CLEARLY = 1.25  # ratio of variations that is no chance
 _LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is logged
 
 
@@ -77,8 +80,9 @@ class RankBalance:
         """Maximum share of each rank; None: no limit is known."""
         self._splits: list[_Split] = []  # ascending
         self.set_loads(loads, None)
-        self._pending: deque[tuple[float, ElapsedTime]] = deque()  # batches that a GPU may still compute
-        self._cost = 0.0  # of this rank's share of the current batch
+        self._pending: deque[tuple[float, int, ElapsedTime]] = deque()  # batches that a GPU may still compute
+        self._cost, self._samples = 0.0, 0  # of this rank's share of the current batch
+        self._recent: deque[tuple[float, float]] | None = deque(maxlen=_COMPARED) if by_cost and not rank else None
         self._largest = 0.0  # of this rank's shares
         self._limit = 0.0  # what fits into this rank's memory
         self._full = 0.0  # cost of the largest global batch
@@ -132,9 +136,9 @@ class RankBalance:
             found.append([of_rank[rank] for rank in range(self._size)])
         return found
 
-    def begin_batch(self, cost: float) -> None:
+    def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
-        self._cost = cost
+        self._cost, self._samples = cost, samples
         self._largest = max(self._largest, cost)
 
     def begin_epoch(self) -> None:
@@ -154,17 +158,34 @@ class RankBalance:
             return Measured()
         time = self.timer.take()
         if time is not None and self._cost:
-            self._pending.append((self._cost, time))
+            self._pending.append((self._cost, self._samples, time))
         self._cost = 0.0
         seconds = cost = 0.0
-        while self._pending and self._pending[0][1].is_complete():
-            cost_of_batch, time = self._pending.popleft()
+        while self._pending and self._pending[0][-1].is_complete():
+            cost_of_batch, samples, time = self._pending.popleft()
             if took := time.seconds():
                 seconds, cost = seconds + took, cost + cost_of_batch
+                self._compare(took / cost_of_batch, took / max(samples, 1))
         if self._device is not None and not self._batches % WINDOW:
             self._limit = samples_that_fit(self._device, int(self._largest)) or 0.0
         self._batches += 1
         return Measured(seconds, cost, self._limit)
+
+    def _compare(self, seconds_per_cost: float, seconds_per_sample: float) -> None:
+        """Log once if the times of steps follow the number of samples more than what ``lengths`` say."""
+        if self._recent is None:
+            return
+        self._recent.append((seconds_per_cost, seconds_per_sample))
+        by_cost, by_samples = (np.std(column) / np.mean(column) for column in zip(*self._recent, strict=True))
+        if len(self._recent) == _COMPARED and by_cost > _CLEARLY * by_samples:
+            self._recent = None
+            with log_to_stderr():
+                _log.info(
+                    "balance: step times follow the number of samples more than lengths= (seconds per unit of length "
+                    "vary by %.0f %%, seconds per sample by %.0f %%); expected the cost of a sample, as in time",
+                    100 * by_cost,
+                    100 * by_samples,
+                )
 
     def receive(self, batch: int, rows: Sequence[Measured], cost: float) -> None:
         """Take the measurements of all ranks before this batch, and update the loads. All ranks call it.
