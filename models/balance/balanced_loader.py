@@ -40,6 +40,7 @@ from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, Batche
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, gather_unequal, unprepared
 from gangline.models.data.batches import copy_loader, length_of
+from gangline.models.data.same_data import check_same_data, describe_data
 from gangline.models.ignored_labels import LabelWatch
 
 LossReduction = Literal["mean", "sum", "normalized"]
@@ -96,6 +97,7 @@ class BalancedLoader:
                 peaks predict that it fits; None: no limits.
             stream: required for an IterableDataset and other iterables: "own" if each rank reads different samples,
                 "same" if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
+                "own" is also for a data set, or a sampler, that has its rank's part of the samples.
             group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
             lengths: cost of each sample by its index in the data set, such as its number of tokens: a sequence, or a
                 function from an index to a number; for streams a function of a sample. Each global batch keeps its
@@ -130,8 +132,8 @@ class BalancedLoader:
         self.global_batch = 0
         minimum = smallest_share(*networks)
 
-        def check() -> tuple[dict[str, Any], int, int | None]:
-            """Check the arguments; return settings that must be equal on all ranks, prefetched batches and steps."""
+        def check() -> tuple[dict[str, Any], int, int | None, dict[str, Any]]:
+            """Check the arguments; return settings that must be equal on all ranks, prefetched batches, steps, data."""
             nonlocal given, order, caps, outer, loader, arrangement
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
@@ -175,12 +177,14 @@ class BalancedLoader:
                 "budget": budget,
             }
             settings |= {} if order is None else order.settings
+            data = {} if order is None else describe_data(loader)
             drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
-            return settings, drawn_ahead, getattr(order, "length", None)
+            return settings, drawn_ahead, getattr(order, "length", None), data
 
-        settings, aheads, of_orders = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
+        settings, aheads, of_orders, data = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings, "balance")
-        self._loss_reduction = loss_reduction
+        check_same_data(data)
+        self._loss_reduction, self._count = loss_reduction, count
         self._networks = networks
         timer = RankTimer(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
@@ -207,7 +211,8 @@ class BalancedLoader:
             )
             if arrangement is not None:  # samples are collated when they are cut
                 sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-                self._loader = copy_loader(loader, collate_fn=list, **sizes)
+                sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+                self._loader = copy_loader(loader, collate_fn=list, **sizes, **sampler)
         else:
             if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in of_orders else max(of_orders)

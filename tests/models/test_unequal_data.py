@@ -1,0 +1,106 @@
+"""Data of `gangline.balance` that ranks must agree on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
+
+from gangline import Communicator, spawn
+from gangline.models.data.same_data import describe_data
+from tests.models.test_unequal_errors import check_refused
+from tests.models.unequal_jobs import balanced, cut, epoch_of, flat, join
+
+
+class Files(Dataset[Tensor]):
+    """Reads files by name, in workers only."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise AssertionError("read in the main process")
+
+
+class Augmented(Dataset[Tensor]):
+    """Samples with random noise, from generators of every kind."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.handle: Any = None  # of a file, opened by the first reading
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.handle = "open"
+        return torch.tensor([index, random.random(), np.random.rand(), self.generator.random()]) + torch.rand(1)
+
+
+def agreement(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    rank, numbers = comm.rank, torch.arange(32)
+    random.seed(rank)
+    whole = TensorDataset(numbers)
+
+    def of(data: Any, **options: Any) -> Callable[[], object]:
+        return lambda: balanced(DataLoader(data, batch_size=4, **options))
+
+    files = Files([f"/data/{rank}/{number}.png" for number in range(rank, 32, 2)])
+    own: dict[str, list[Callable[[], object]]] = {
+        "the first sample of the data set on rank 1": [
+            of(numbers[rank::2]),
+            of(TensorDataset(numbers[rank::2]), num_workers=1),
+            of([f"{n}.png" for n in range(rank, 32, 2)]),
+            of([{"text": [n, n + 1], "label": 0} for n in range(rank, 32, 2)]),
+            of(files, num_workers=1),
+        ],
+        "the set of the sampler's indices on rank 1": [
+            of(whole, sampler=SubsetRandomSampler(range(rank, 32, 2))),
+            of(whole, sampler=range(rank, 32, 2)),
+            lambda: balanced(DataLoader(whole, batch_sampler=cut(range(rank, 32, 2), 4))),
+        ],
+        "the indices of Subset 0 on rank 1": [of(Subset(whole, range(rank, 32, 2)))],
+    }
+    for what, calls in own.items():
+        for call in calls:
+            check_refused(call, what, "give the whole data set", 'stream="own") if')
+
+    def state() -> str:
+        generator = augmented.generator.bit_generator.state
+        return repr((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(), generator))
+
+    augmented = Augmented(rank)
+    before = state()
+    described = describe_data(DataLoader(augmented, batch_size=4))
+    assert (state(), augmented.handle, described["the first sample of the data set"]) == (before, None, None)
+    of(Files([f"/mount{rank}/{number}.png" for number in range(32)]), num_workers=1)()
+    of(whole, sampler=SubsetRandomSampler(torch.randperm(32).tolist()))()  # in another order
+    of(whole, shuffle=True)()
+    of((1 + numbers) / (3 + rank * 1e-3))()  # decoded otherwise
+
+    for loader in (
+        DataLoader(numbers[rank::2], batch_size=4),
+        DataLoader(numbers, batch_size=4, sampler=SubsetRandomSampler(range(rank, 32, 2))),
+        DataLoader(numbers, batch_sampler=cut(range(rank, 32, 2), 4)),
+    ):
+        batches = epoch_of(balanced(loader, stream="own", global_batch=8))
+        assert sorted(flat(batches)) == list(range(32))
+        assert len(batches[0]) == 8
+    filled = DataLoader(numbers, batch_size=4, sampler=range(rank, 32, 2), collate_fn=torch.stack)
+    assert sorted(flat(epoch_of(balanced(filled, stream="own", lengths=lambda _: 1, budget=8)))) == list(range(32))
+    dist.destroy_process_group()
+
+
+def test_ranks_with_a_part_of_the_data_are_an_error_unless_they_say_so(tmp_path: Path) -> None:
+    spawn(agreement, 2, str(tmp_path / "store"), threads=1)
