@@ -24,6 +24,7 @@ from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
     ShareSampler,
+    check_global_batch,
     order_of,
     own_iteration,
     sampler_of,
@@ -129,7 +130,7 @@ class BalancedLoader:
         caps: list[int | None] | None = None
         arrangement: Arrangement | None = None
         outer: Any = None  # accelerate's loader
-        self.global_batch = 0
+        self._global_batch = 0
         minimum = smallest_share(*networks)
 
         def check() -> tuple[dict[str, Any], int, int | None, dict[str, Any]]:
@@ -145,9 +146,9 @@ class BalancedLoader:
                 outer, loader, samples = loader, prepared.loader, global_batch or prepared.global_batch
             is_cut = own_iteration(loader) is None and not isinstance(loader.dataset, IterableDataset)
             if stream is None and is_cut:
-                order, self.global_batch = order_of(loader, self._exchange, samples)
+                order, self._global_batch = order_of(loader, self._exchange, samples)
             else:
-                self.global_batch = check_stream(loader, stream, samples, size)
+                self._global_batch = check_stream(loader, stream, samples, size)
             dataset = getattr(loader, "dataset", None)
             if memory is not None and memory != "auto":
                 caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
@@ -204,6 +205,7 @@ class BalancedLoader:
             by_cost=arrangement is not None,
         )
         self._user_loader = self._loader = loader
+        self._caps = None if arrangement is not None or isinstance(memory, str) else memory
         self._source: ShareSampler | IterableBatches
         if order is None:
             self._source = IterableBatches(
@@ -233,7 +235,7 @@ class BalancedLoader:
         reduction = None
         if self._weights is not None and self._trains_as_read:
             self._weights.reduction = reduction = reduction_of(networks)
-        drops = order is None and budget is None and getattr(loader, "drop_last", False)
+        self._drops = order is None and budget is None and getattr(loader, "drop_last", False)
         self._lockstep = Lockstep(
             self._exchange,
             self._balance,
@@ -241,7 +243,7 @@ class BalancedLoader:
             count,
             ReplicaCheck(networks),
             is_mean=loss_reduction == "mean",
-            smallest=self.global_batch if drops else 1,
+            smallest=self.global_batch if self._drops else 1,
         )
         _open.add(self._lockstep)
         self.epoch = 0
@@ -266,6 +268,22 @@ class BalancedLoader:
     def shares(self) -> list[int]:
         """Samples of each rank in the current batch; empty outside of batches."""
         return [] if self._batch is None else list(self._batch.counts)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a step; all ranks may set another number between two epochs."""
+        return self._global_batch
+
+    @global_batch.setter
+    def global_batch(self, samples: int) -> None:
+        check_global_batch(samples, self._exchange.size, 1)
+        if self._lockstep.is_open or (self._joins_batches and self._skip):
+            raise RuntimeError(f"global_batch is set to {samples} within an epoch; expected this between two epochs")
+        if self._caps is not None:
+            checked_caps(self._caps, self._exchange.size, samples)
+        self._source.resize(samples)
+        self._global_batch = samples
+        self._lockstep.smallest = samples if self._drops else 1
 
     @property
     def loads(self) -> list[float]:
@@ -309,12 +327,13 @@ class BalancedLoader:
             {
                 "seed": self._seed,
                 "epoch": self.epoch,
+                "global batch": self.global_batch,
                 "sampler epoch": sampler.epoch if isinstance(sampler, DistributedSampler) else None,
                 "skip": skip,
             }
         )
         agreed = [{name: value for name, value in start.items() if name != "seed"} for start in starts]
-        check_same(agreed, "balance: call set_epoch() and load_state_dict() alike on all ranks")
+        check_same(agreed, "balance: call set_epoch() and load_state_dict(), and set global_batch, alike on all ranks")
         self._trained.bind_layers()
         if self._weights is not None:
             self._weights.add_new_parameters()

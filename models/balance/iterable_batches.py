@@ -98,6 +98,12 @@ class IterableBatches:
         samples = _Samples(batches, self._batch_size)
         return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, first)
 
+    def resize(self, size: int) -> None:
+        """Set the samples of a global batch; ValueError if a budget decides them."""
+        if self._budget:
+            raise ValueError(f"global_batch is set to {size}, but budget={self._budget} decides the size of batches")
+        self._size = size
+
     def read_ahead(self) -> None:
         """Do nothing: each rank reads its stream alone."""
 

@@ -115,7 +115,7 @@ class Lockstep:
         global batch of fewer than ``smallest`` samples ends the epoch.
         """
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
-        self._is_mean, self._smallest, self._replicas = is_mean, smallest, replicas
+        self._is_mean, self.smallest, self._replicas = is_mean, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
         self.is_open = False
         """True while this rank is in an epoch."""
@@ -202,7 +202,7 @@ class Lockstep:
         self._balance.receive(number, [Measured(*row[5:]) for row in rows], piece.total or float(sum(counts)))
         if self._count is None:
             divisors = self._rows_of_samples(number, counts, divisors) if self._is_mean else list(map(float, counts))
-        if sum(counts) < self._smallest:
+        if sum(counts) < self.smallest:
             self.is_open = False
             return None
         return Share(number, counts, divisors, piece.cost), piece.batch

@@ -1,4 +1,4 @@
-"""Data of `gangline.balance` that ranks must agree on."""
+"""Data of `gangline.balance` that ranks must agree on; global batches of another size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, T
 from gangline import Communicator, spawn
 from gangline.models.data.same_data import describe_data
 from tests.models.test_unequal_errors import check_refused
-from tests.models.unequal_jobs import balanced, cut, epoch_of, flat, join
+from tests.models.unequal_jobs import Stream, balanced, cut, epoch_of, flat, join
 
 
 class Files(Dataset[Tensor]):
@@ -104,3 +104,39 @@ def agreement(comm: Communicator, path: str) -> None:
 
 def test_ranks_with_a_part_of_the_data_are_an_error_unless_they_say_so(tmp_path: Path) -> None:
     spawn(agreement, 2, str(tmp_path / "store"), threads=1)
+
+
+def ramp(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    everything = list(range(32))
+    stream: DataLoader[Any] = DataLoader(Stream(everything, int), batch_size=4, drop_last=True)
+    for loader in (
+        balanced(DataLoader(torch.arange(32), batch_size=4)),
+        balanced(DataLoader(torch.arange(32), batch_size=4, sampler=everything)),
+        balanced(stream, stream="same"),
+    ):
+        for size, batches in ((10, 4), (16, 2)):
+            loader.global_batch = size
+            assert epoch_of(loader) == cut(everything, size)[: len(everything) // size if loader.drop_last else None]
+            assert loader.global_batch == size
+            if not isinstance(loader.dataset, Stream):
+                assert len(loader) == batches
+    loader = balanced(DataLoader(torch.arange(32), batch_size=4), memory=[6, 4])
+
+    def set_to(size: Any) -> None:
+        loader.global_batch = size
+        list(loader)
+
+    check_refused(lambda: set_to(1), "global_batch is 1;", "at least one sample for each of 2 ranks")
+    check_refused(lambda: set_to(16), "memory is [6, 4], together 10 samples")
+    check_refused(lambda: set_to(6 + comm.rank), "global batch is 6 on rank 0, but 7 on rank 1")
+    set_to(6)
+    for _ in loader:
+        check_refused(lambda: set_to(8), "global_batch is set to 8 within an epoch")
+    loader = balanced(DataLoader(torch.arange(32), batch_sampler=cut(everything, 3)))
+    check_refused(lambda: set_to(8), "the sampler decides the size of batches")
+    dist.destroy_process_group()
+
+
+def test_another_global_batch_takes_effect_in_the_next_epoch(tmp_path: Path) -> None:
+    spawn(ramp, 2, str(tmp_path / "store"), threads=1)
