@@ -43,6 +43,7 @@ from gangline.models.data.accelerate_loaders import accumulated_steps, gather_un
 from gangline.models.data.batches import copy_loader, length_of
 from gangline.models.data.same_data import check_same_data, describe_data
 from gangline.models.ignored_labels import LabelWatch
+from gangline.models.micro_batches import MicroBatches
 
 LossReduction = Literal["mean", "sum", "normalized"]
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -390,6 +391,36 @@ class BalancedLoader:
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed forward
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+
+    def micro_batches(self, batch: Any, samples: int) -> MicroBatches:
+        """Cut this rank's current batch to parts of at most so many samples, equally many on all ranks.
+
+            parts = loader.micro_batches(batch, 4)
+            for number, part in enumerate(parts, 1):
+                model.set_requires_gradient_sync(number == len(parts))  # of FSDP2; under DDP: no_sync()
+                loss_function(model(part.images), part.labels).backward()
+            optimizer.step()
+
+        The sum of the parts' gradients is that of the batch's loss, without a division in the loop. FSDP2 exchanges
+        weights in each pass, so a rank whose samples are too few repeats some with weight 0.
+
+        Raises:
+            RuntimeError: if there is no current batch.
+            ValueError: if ``samples`` is no number of samples, the batch not the current one, or loss_reduction is
+                "normalized", since the loop itself then weights its loss.
+        """
+        if self._batch is None or not self._trains_as_read:
+            raise RuntimeError("micro_batches() has no batch to cut; call it in the loop over this loader")
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"micro_batches() has parts of {samples!r}; expected a number of samples, 1 or more")
+        if self._weights is None:
+            raise ValueError(
+                'micro_batches() weights the gradients of its parts, but loss_reduction is "normalized"; expected '
+                '"mean" or "sum"'
+            )
+        count, is_sum = self._count, self._loss_reduction == "sum"
+        counted = None if is_sum else lambda part, size: size if count is None else float(count(part))
+        return MicroBatches(self._trained, self._batch, batch, samples, self._balance.minimum, counted)
 
     def _begin_batch(self, share: Share) -> None:
         self._discard_skipped()

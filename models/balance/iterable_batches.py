@@ -95,7 +95,7 @@ class IterableBatches:
             cut = self._cut(self._arrangement, listed, seed, skip, first)
             shares = cut if self._is_same else self._filled(self._arrangement, listed)
             return (replace(piece, batch=self._loader.collate_fn(share)) for share, piece in shares)
-        samples = _Samples(batches, self._batch_size)
+        samples = Samples(batches, self._batch_size)
         return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, first)
 
     def resize(self, size: int) -> None:
@@ -121,7 +121,7 @@ class IterableBatches:
             raise TypeError("the streams have no length, so the number of batches is not known")
         return -(-samples // self._size)
 
-    def _of_same(self, samples: _Samples, skip: int, first: int) -> Iterator[Piece]:
+    def _of_same(self, samples: Samples, skip: int, first: int) -> Iterator[Piece]:
         while skip > 0 and (left_out := samples.take(min(skip, self._size))[0]):
             skip -= left_out
         for number in count(first):
@@ -169,7 +169,7 @@ class IterableBatches:
             "at least one sample on each rank"
         )
 
-    def _of_own(self, samples: _Samples, first: int) -> Iterator[Piece]:
+    def _of_own(self, samples: Samples, first: int) -> Iterator[Piece]:
         repeated: Any = None
         for number in count(first):
             total, batch = samples.take(self._balance.counts(number, self._size)[self._rank])
@@ -179,7 +179,7 @@ class IterableBatches:
             yield Piece(total, batch if total else repeated, cost=total)
 
 
-class _Samples:
+class Samples:
     """Samples of a stream of batches: pytrees of tensors, arrays and lists, with one entry for each sample."""
 
     def __init__(self, batches: Iterable[Any], batch_size: int | None) -> None:
@@ -195,7 +195,7 @@ class _Samples:
                 batch = next(self._batches, self)
                 if batch is self:
                     break
-                self._left.append((self._length(batch), batch))
+                self._left.append((self.length(batch), batch))
             length, batch = self._left.popleft()
             used = min(length, samples - count)
             if used < length:
@@ -209,7 +209,7 @@ class _Samples:
         """Return samples ``begin`` to ``end`` of a batch."""
         return self._map([batch], "batch", lambda _, values: values[0] if values[0] is None else values[0][begin:end])
 
-    def _length(self, batch: Any) -> int:
+    def length(self, batch: Any) -> int:
         """Return the number of samples of a batch."""
         lengths: dict[str, int] = {}
 

@@ -1,0 +1,60 @@
+"""Micro-batches: parts of each rank's share, equally many on all ranks, for wrappers that exchange in each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from gangline.models.balance.iterable_batches import Samples
+from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
+
+Counted = Callable[[Any, int], float]
+"""Returns the divisor of a part's mean loss, from the part and its number of samples."""
+
+
+class MicroBatches:
+    """The parts of a rank's batch; an iteration gives the gradients of each part its weight."""
+
+    def __init__(
+        self,
+        trained: BatchesOfNetworks,
+        whole: BalancedBatch,
+        batch: Any,
+        samples: int,
+        minimum: int,
+        counted: Counted | None,
+    ) -> None:
+        """Cut to parts of at most ``samples``; ranks that have fewer parts repeat ``minimum`` samples with weight 0.
+
+        ``counted`` None: the loss is a sum.
+        """
+        self._trained, self._whole, own = trained, whole, whole.samples
+        cutter, number = Samples((), own or minimum), max(-(-count // samples) for count in whole.counts)
+        if own and (rows := cutter.length(batch)) != own:
+            raise ValueError(
+                f"micro_batches() got a batch of {rows} rows for {own} samples; expected the batch that the loader has "
+                "returned last, with one entry for each sample"
+            )
+        filled = max(-(-own // samples), min(number, own // minimum))
+        ends = [own * place // filled for place in range(filled + 1)] if filled else []
+        parts = [(cutter.cut(batch, begin, end), end - begin) for begin, end in pairwise(ends)]
+        parts += [(cutter.cut(batch, 0, minimum), 0)] * (number - filled)
+        divisors = [float(counted(*part) if counted else 1) if part[1] else 0.0 for part in parts]
+        total = (sum(divisors) if counted else 1) or 1
+        self._parts = [(*part, divisor / total) for part, divisor in zip(parts, divisors, strict=True)]
+
+    def __len__(self) -> int:
+        """Return the number of parts, equal on all ranks."""
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the parts, of which each is current until the next one is asked for."""
+        try:
+            for part, samples, fraction in self._parts:
+                weight = self._whole.weight * fraction or (NOTHING_COUNTS if samples else 0.0)
+                self._trained.begin_part(replace(self._whole, samples=samples, weight=weight))
+                yield part
+        finally:
+            self._trained.begin_part(self._whole)
