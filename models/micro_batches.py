@@ -10,9 +10,6 @@ from typing import Any
 from gangline.models.balance.iterable_batches import Samples
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch, BatchesOfNetworks
 
-Counted = Callable[[Any, int], float]
-"""Returns the divisor of a part's mean loss, from the part and its number of samples."""
-
 
 class MicroBatches:
     """The parts of a rank's batch; an iteration gives the gradients of each part its weight."""
@@ -20,16 +17,23 @@ class MicroBatches:
     def __init__(
         self,
         trained: BatchesOfNetworks,
-        whole: BalancedBatch,
+        whole: BalancedBatch | None,
         batch: Any,
         samples: int,
         minimum: int,
-        counted: Counted | None,
+        count: Callable[[Any], Any] | None,
+        *,
+        is_sum: bool,
     ) -> None:
         """Cut to parts of at most ``samples``; ranks that have fewer parts repeat ``minimum`` samples with weight 0.
 
-        ``counted`` None: the loss is a sum.
+        Weights are in proportion to what ``count`` returns for a part, None: to its samples; or equal if the loss is a
+        sum.
         """
+        if whole is None:
+            raise RuntimeError("micro_batches() has no batch to cut; call it in the loop over this loader")
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"micro_batches() has parts of {samples!r}; expected a number of samples, 1 or more")
         self._trained, self._whole, own = trained, whole, whole.samples
         cutter, number = Samples((), own or minimum), max(-(-count // samples) for count in whole.counts)
         if own and (rows := cutter.length(batch)) != own:
@@ -41,9 +45,10 @@ class MicroBatches:
         ends = [own * place // filled for place in range(filled + 1)] if filled else []
         parts = [(cutter.cut(batch, begin, end), end - begin) for begin, end in pairwise(ends)]
         parts += [(cutter.cut(batch, 0, minimum), 0)] * (number - filled)
-        divisors = [float(counted(*part) if counted else 1) if part[1] else 0.0 for part in parts]
-        total = (sum(divisors) if counted else 1) or 1
-        self._parts = [(*part, divisor / total) for part, divisor in zip(parts, divisors, strict=True)]
+        divisor = (lambda _: 1) if is_sum else count
+        counted = [float(divisor(part) if divisor else size) if size else 0.0 for part, size in parts]
+        total = 1.0 if is_sum else sum(counted) or 1.0
+        self._parts = [(*part, each / total) for part, each in zip(parts, counted, strict=True)]
 
     def __len__(self) -> int:
         """Return the number of parts, equal on all ranks."""

@@ -208,8 +208,9 @@ class BalancedLoader:
         self._user_loader = self._loader = loader
         self._caps = None if arrangement is not None or isinstance(memory, str) else memory
         self._source: ShareSampler | IterableBatches
+        self._sized: GlobalOrder | IterableBatches
         if order is None:
-            self._source = IterableBatches(
+            self._source = self._sized = IterableBatches(
                 loader, stream == "same", self.global_batch, self._balance, rank, arrangement, budget or 0.0
             )
             if arrangement is not None:  # samples are collated when they are cut
@@ -219,6 +220,7 @@ class BalancedLoader:
         else:
             if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in of_orders else max(of_orders)
+            self._sized = order
             self._source = ShareSampler(order, self._balance, rank, max(aheads), arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
@@ -282,7 +284,7 @@ class BalancedLoader:
             raise RuntimeError(f"global_batch is set to {samples} within an epoch; expected this between two epochs")
         if self._caps is not None:
             checked_caps(self._caps, self._exchange.size, samples)
-        self._source.resize(samples)
+        self._sized.resize(samples)
         self._global_batch = samples
         self._lockstep.smallest = samples if self._drops else 1
 
@@ -409,18 +411,13 @@ class BalancedLoader:
             ValueError: if ``samples`` is no number of samples, the batch not the current one, or loss_reduction is
                 "normalized", since the loop itself then weights its loss.
         """
-        if self._batch is None or not self._trains_as_read:
-            raise RuntimeError("micro_batches() has no batch to cut; call it in the loop over this loader")
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise ValueError(f"micro_batches() has parts of {samples!r}; expected a number of samples, 1 or more")
         if self._weights is None:
             raise ValueError(
                 'micro_batches() weights the gradients of its parts, but loss_reduction is "normalized"; expected '
                 '"mean" or "sum"'
             )
-        count, is_sum = self._count, self._loss_reduction == "sum"
-        counted = None if is_sum else lambda part, size: size if count is None else float(count(part))
-        return MicroBatches(self._trained, self._batch, batch, samples, self._balance.minimum, counted)
+        whole, is_sum = self._batch if self._trains_as_read else None, self._loss_reduction == "sum"
+        return MicroBatches(self._trained, whole, batch, samples, self._balance.minimum, self._count, is_sum=is_sum)
 
     def _begin_batch(self, share: Share) -> None:
         self._discard_skipped()

@@ -267,10 +267,6 @@ class ShareSampler(Sampler[list[Any]]):
         for batch in loader:
             yield replace(self._drawn.popleft(), batch=batch)
 
-    def resize(self, size: int) -> None:
-        """Set the samples of a global batch, from the next epoch on."""
-        self._order.resize(size)
-
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
         following = list(islice(self._batches, 1))
