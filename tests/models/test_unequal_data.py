@@ -158,7 +158,7 @@ class Line(nn.Module):
 
 def micro_batches(comm: Communicator, path: str) -> dict[str, Any]:
     join(comm, path, "gangline")
-    numbers = torch.arange(1.0, 13.0, dtype=torch.float64)[:, None]
+    numbers = torch.arange(1.0, 18.0, dtype=torch.float64)[:, None]
     found: dict[str, Any] = {}
     for engine in ("ddp", "fsdp2"):
         for name, options in OPTIONS.items():
@@ -185,7 +185,7 @@ def micro_batches(comm: Communicator, path: str) -> dict[str, Any]:
     loader = balanced(DataLoader(numbers, batch_size=4))
     check_refused(lambda: loader.micro_batches(numbers, 2), "has no batch to cut")
     for _ in loader:
-        check_refused(lambda: loader.micro_batches(numbers, 2), "a batch of 12 rows for")
+        check_refused(lambda: loader.micro_batches(numbers, 2), "a batch of 17 rows for")
         check_refused(lambda: loader.micro_batches(numbers, 0), "parts of 0; expected a number of samples")
         break
     loader = balanced(DataLoader(numbers, batch_size=4), loss_reduction="normalized")
@@ -201,14 +201,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"loss_reduction": "sum"},
     "count": {"count": lambda batch: (batch % 3 > 0).sum()},
 }
-"""Global batches of 1 to 8 and 9 to 12, of which shares are 6 and 2, and 3 and 1."""
+"""Global batches of 1 to 8, 9 to 16 and 17, of which shares are 6 and 2, twice, and 1 and 0."""
 
 
 def test_micro_batches_have_the_gradient_of_one_device_and_the_same_number_on_all_ranks(tmp_path: Path) -> None:
     ranks = spawn(micro_batches, 2, str(tmp_path / "store"), threads=1)
     for rank, found in enumerate(ranks):
         for engine in ("ddp", "fsdp2"):
-            assert found[f"{engine} mean"] == pytest.approx([4.5, 10.5])
-            assert found[f"{engine} sum"] == pytest.approx([36, 42])
-            assert found[f"{engine} count"] == pytest.approx([27 / 6, 21 / 2])
-        assert found["sizes"] == ([2, 2, 2, 1, 2], [1, 1, 1, 1, 1])[rank]
+            assert found[f"{engine} mean"] == pytest.approx([4.5, 12.5, 17])
+            assert found[f"{engine} sum"] == pytest.approx([36, 100, 17])
+            assert found[f"{engine} count"] == pytest.approx([27 / 6, 64 / 5, 17])
+        assert found["sizes"] == ([2, 2, 2, 2, 2, 2, 1], [1] * 7)[rank]
