@@ -100,6 +100,11 @@ class BatchesOfNetworks:
         if batch is None:
             self._is_in_step = not self._may_read_ahead
 
+    def begin_part(self, part: BalancedBatch) -> None:
+        """Begin a part of the batch handed out last: the gradients that follow are of it."""
+        self.handed_out = self._trained = part
+        self._is_pending = False
+
     def _note_forward(self, *_: object) -> None:
         """Note that a network runs forward; not in a backward, which may run the forward of its batch again."""
         if self.handed_out is None or not torch.is_grad_enabled() or _is_in_backward():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
-from gangline.models.balance.rank_timer import waiting_for_ranks
+from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balanced_batch import batch_of_rows
 from gangline.models.data.loaders import copy_loader
 from gangline.models.loss.gather_rows import gather_rows

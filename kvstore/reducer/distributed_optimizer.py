@@ -22,6 +22,7 @@ from gangline.kvstore.optimizer.spec import Key, check_not_negative
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.kvstore.reducer.reducer import check_frozen
 from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeights
+from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.kvstore.registry import create
 
 _LARGE = 1 << 16
@@ -304,7 +305,8 @@ class DistributedOptimizer(NetworkState, Optimizer):
             else:
                 self._owned.step()
                 if self._sharded is None:
-                    self._owned.copy_from_owners()
+                    with waiting_for_ranks():
+                        self._owned.copy_from_owners()
         self._is_reduced = False
         return result
 

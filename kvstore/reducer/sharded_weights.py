@@ -21,6 +21,7 @@ from gangline.collectives.eager import run_eagerly
 from gangline.collectives.work import Work
 from gangline.kvstore.allreduce.store import CopyResult, Owned, with_owners
 from gangline.kvstore.interface import KVStore
+from gangline.kvstore.reducer.waits import waiting_for_ranks
 
 _MAX_PENDING_REDUCTIONS = 2
 """Maximum number of concurrent gradient reductions."""
@@ -414,7 +415,8 @@ class ShardedWeights:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        with waiting_for_ranks():
+            yield
         self.seconds_waiting += time.perf_counter() - began
 
     def _numbers_of(self, weights: Sequence[_Weight]) -> list[int]:

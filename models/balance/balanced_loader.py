@@ -19,10 +19,12 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.group.worker_group import check_same
+from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
     ShareSampler,
+    check_global_batch,
     order_of,
 )
 from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced
@@ -30,13 +32,15 @@ from gangline.models.balance.iterable_batches import IterableBatches, Stream, ch
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
-from gangline.models.balance.rank_timer import RankTimer, waiting_for_ranks
+from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, read_unequal, unprepared
 from gangline.models.data.lengths import Arrangement, arrangement_of
 from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
+from gangline.models.data.same_data import check_same_data, describe_data
 from gangline.models.ignored_labels import LabelWatch
+from gangline.models.micro_batches import MicroBatches
 
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _END = object()
@@ -91,6 +95,7 @@ class BalancedLoader:
                 peaks predict that it fits; None: no limits.
             stream: required for an IterableDataset and other iterables: "own" if each rank reads different samples,
                 "same" if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
+                "own" is also for a data set, or a sampler, that has its rank's part of the samples.
             group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
             lengths: cost of each sample by its index in the data set, such as its number of tokens: a sequence, or a
                 function from an index to a number; for streams a function of a sample. Each global batch keeps its
@@ -121,11 +126,11 @@ class BalancedLoader:
         caps: list[int | None] | None = None
         arrangement: Arrangement | None = None
         outer: Any = None  # accelerate's loader
-        self.global_batch = 0
+        self._global_batch = 0
         minimum = smallest_share(*networks)
 
-        def check() -> tuple[dict[str, Any], int, int | None]:
-            """Check the arguments; return settings that must be equal on all ranks, prefetched batches and steps."""
+        def check() -> tuple[dict[str, Any], int, int | None, dict[str, Any]]:
+            """Check the arguments; return settings that must be equal on all ranks, prefetched batches, steps, data."""
             nonlocal given, order, caps, outer, loader, arrangement
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
@@ -137,9 +142,9 @@ class BalancedLoader:
                 outer, loader, samples = loader, prepared.loader, global_batch or prepared.global_batch
             is_cut = own_iteration(loader) is None and not isinstance(loader.dataset, IterableDataset)
             if stream is None and is_cut:
-                order, self.global_batch = order_of(loader, self._exchange, samples)
+                order, self._global_batch = order_of(loader, self._exchange, samples)
             else:
-                self.global_batch = check_stream(loader, stream, samples, size)
+                self._global_batch = check_stream(loader, stream, samples, size)
             if memory is not None and memory != "auto":
                 caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
             together = accumulate
@@ -164,11 +169,14 @@ class BalancedLoader:
                 "budget": budget,
             }
             settings |= {} if order is None else order.settings
+            data = {} if order is None else describe_data(loader)
             drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
-            return settings, drawn_ahead, getattr(order, "length", None)
+            return settings, drawn_ahead, getattr(order, "length", None), data
 
-        settings, aheads, of_orders = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
+        settings, aheads, of_orders, data = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings, "balance")
+        check_same_data(data)
+        self._loss_reduction, self._count = loss_reduction, count
         self._networks = networks
         timer = RankTimer(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
@@ -188,17 +196,21 @@ class BalancedLoader:
             by_cost=arrangement is not None,
         )
         self._user_loader = self._loader = loader
+        self._caps = None if arrangement is not None or isinstance(memory, str) else memory
         self._source: ShareSampler | IterableBatches
+        self._sized: GlobalOrder | IterableBatches
         if order is None:
-            self._source = IterableBatches(
+            self._source = self._sized = IterableBatches(
                 loader, stream == "same", self.global_batch, self._balance, rank, arrangement, budget or 0.0
             )
             if arrangement is not None:  # samples are collated when they are cut
                 sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-                self._loader = copy_loader(loader, collate_fn=list, **sizes)
+                sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+                self._loader = copy_loader(loader, collate_fn=list, **sizes, **sampler)
         else:
             if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in of_orders else max(of_orders)
+            self._sized = order
             self._source = ShareSampler(order, self._balance, rank, max(aheads), arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
@@ -214,7 +226,7 @@ class BalancedLoader:
         self._weights = (
             GradientWeights(networks, self._trained, is_tracked=self._trains_as_read) if is_weighted else None
         )
-        drops = order is None and budget is None and getattr(loader, "drop_last", False)
+        self._drops = order is None and budget is None and getattr(loader, "drop_last", False)
         self._lockstep = Lockstep(
             self._exchange,
             self._balance,
@@ -222,7 +234,7 @@ class BalancedLoader:
             count,
             ReplicaCheck(networks),
             loss_reduction=loss_reduction,
-            smallest=self.global_batch if drops else 1,
+            smallest=self.global_batch if self._drops else 1,
         )
         _open.add(self._lockstep)
         self.epoch = 0
@@ -247,6 +259,22 @@ class BalancedLoader:
     def shares(self) -> list[int]:
         """Samples of each rank in the current batch; empty outside of batches."""
         return [] if self._batch is None else list(self._batch.counts)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a step; all ranks may set another number between two epochs."""
+        return self._global_batch
+
+    @global_batch.setter
+    def global_batch(self, samples: int) -> None:
+        check_global_batch(samples, self._exchange.size, 1)
+        if self._lockstep.is_open or (self._joins_batches and self._skip):
+            raise RuntimeError(f"global_batch is set to {samples} within an epoch; expected this between two epochs")
+        if self._caps is not None:
+            checked_caps(self._caps, self._exchange.size, samples)
+        self._sized.resize(samples)
+        self._global_batch = samples
+        self._lockstep.smallest = samples if self._drops else 1
 
     @property
     def loads(self) -> list[float]:
@@ -290,12 +318,13 @@ class BalancedLoader:
             {
                 "seed": self._seed,
                 "epoch": self.epoch,
+                "global batch": self.global_batch,
                 "sampler epoch": sampler.epoch if isinstance(sampler, DistributedSampler) else None,
                 "skip": skip,
             }
         )
         agreed = [{name: value for name, value in start.items() if name != "seed"} for start in starts]
-        check_same(agreed, "balance: call set_epoch() and load_state_dict() alike on all ranks")
+        check_same(agreed, "balance: call set_epoch() and load_state_dict(), and set global_batch, alike on all ranks")
         self._trained.bind_layers()
         if self._weights is not None:
             self._weights.add_new_parameters()
@@ -353,8 +382,33 @@ class BalancedLoader:
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed forward
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
+    def micro_batches(self, batch: Any, samples: int) -> MicroBatches:
+        """Cut this rank's current batch to parts of at most so many samples, equally many on all ranks.
+
+            parts = loader.micro_batches(batch, 4)
+            for number, part in enumerate(parts, 1):
+                model.set_requires_gradient_sync(number == len(parts))  # of FSDP2; under DDP: no_sync()
+                loss_function(model(part.images), part.labels).backward()
+            optimizer.step()
+
+        The sum of the parts' gradients is that of the batch's loss, without a division in the loop. FSDP2 exchanges
+        weights in each pass, so a rank whose samples are too few repeats some with weight 0.
+
+        Raises:
+            RuntimeError: if there is no current batch.
+            ValueError: if ``samples`` is no number of samples, the batch not the current one, or loss_reduction is
+                "normalized", since the loop itself then weights its loss.
+        """
+        if self._weights is None:
+            raise ValueError(
+                'micro_batches() weights the gradients of its parts, but loss_reduction is "normalized"; expected '
+                '"mean" or "sum"'
+            )
+        whole, is_sum = self._batch if self._trains_as_read else None, self._loss_reduction == "sum"
+        return MicroBatches(self._trained, whole, batch, samples, self._balance.minimum, self._count, is_sum=is_sum)
+
     def _begin_batch(self, batch: BalancedBatch) -> None:
-        self._balance.begin_batch(batch.cost)
+        self._balance.begin_batch(batch.cost, batch.samples)
         self._first = batch.number + 1
         self._consumed += sum(batch.counts)
         if self._exchange.rank == 0:

@@ -38,6 +38,10 @@ class SampleOrder:
     def __init__(self, sampler: Sampler[int], size: int, *, drop_last: bool) -> None:
         self._sampler, self._size, self._drop_last = sampler, size, drop_last
 
+    def resize(self, size: int) -> None:
+        """Set the samples of a global batch, from the next epoch on."""
+        self._size = size
+
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
         """Return the global batches of an epoch shuffled by ``seed``, without its first ``skip`` samples."""
         return iter(BatchSampler(islice(self._indices(seed), skip, None), self._size, self._drop_last))
@@ -103,6 +107,14 @@ class RankOrder:
     def settings(self) -> dict[str, Any]:
         """Values that must be the same on all ranks."""
         return {} if self._of_all_ranks else {"the number of batches": self.length}
+
+    def resize(self, size: int) -> None:
+        """Set the samples of a global batch; ValueError if the sampler decides them."""
+        if self._size is None:
+            raise ValueError(f"global_batch is set to {size}, but the sampler decides the size of batches")
+        count = length_of(getattr(self._lists, "sampler", None))
+        self._size = size
+        self.length = None if count is None else _batch_count(count, size, drop_last=self._drop_last)
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:  # noqa: ARG002  the sampler is the user's
         """Return the global batches of an epoch, without its first ``skip`` samples. Collective."""

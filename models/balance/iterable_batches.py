@@ -32,9 +32,13 @@ def check_stream(loader: Any, stream: str | None, global_batch: int | None, rank
         )
     if own is None:
         kind = type(loader.dataset).__name__
-        if not isinstance(loader.dataset, IterableDataset):
-            raise ValueError(f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out")
-        own = f"the {kind} is an IterableDataset"
+        is_iterable = isinstance(loader.dataset, IterableDataset)
+        if not is_iterable and stream != "own":
+            raise ValueError(
+                f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out, or write "
+                'stream="own" if each rank has its own part of the samples'
+            )
+        own = f"the {kind} is an IterableDataset" if is_iterable else f"the loader of the {kind} has own batches"
     if stream not in ("own", "same"):
         for name in ("loader", "_dataloader"):  # of timm's PrefetchLoader and of Lightning Fabric
             if isinstance(getattr(loader, name, None), DataLoader):
@@ -91,6 +95,12 @@ class IterableBatches:
             return (replace(piece, batch=self._loader.collate_fn(share)) for share, piece in shares)
         samples = JoinedBatches(batches, self._batch_size)
         return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, first)
+
+    def resize(self, size: int) -> None:
+        """Set the samples of a global batch; ValueError if a budget decides them."""
+        if self._budget:
+            raise ValueError(f"global_batch is set to {size}, but budget={self._budget} decides the size of batches")
+        self._size = size
 
     def read_ahead(self) -> None:
         """Do nothing: each rank reads its stream alone."""

@@ -101,7 +101,7 @@ class Lockstep:
         ``count`` None: samples. A global batch of fewer than ``smallest`` samples ends the epoch.
         """
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
-        self._loss_reduction, self._smallest, self._replicas = loss_reduction, smallest, replicas
+        self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
         self.is_open = False
         """True while this rank is in an epoch."""
@@ -184,7 +184,7 @@ class Lockstep:
         if self._count is None:
             is_mean = self._loss_reduction == "mean"
             divisors = self._rows_of_samples(number, counts, divisors) if is_mean else list(map(float, counts))
-        if sum(counts) < self._smallest:
+        if sum(counts) < self.smallest:
             self.is_open = False
             return None
         return self._weighted(number, counts, divisors, piece.cost), piece.batch

@@ -6,6 +6,7 @@ import logging
 import math
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ _FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the
 _PRECISION = 0.005  # relative, of the time of a step
 _PARTS = 4096  # into which the cost of a global batch can be cut
 _USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
+_COMPARED = 32  # batches whose times show whether lengths explain them
+_CLEARLY = 1.25  # ratio of variations that is no chance
 _LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is logged
 
 
@@ -84,7 +87,8 @@ class RankBalance:
         self._splits: list[_Split] = []  # ascending
         self.set_loads(loads, None)
         self._measurements = Measurements()
-        self._cost = 0.0  # of this rank's share of the current batch
+        self._cost, self._samples = 0.0, 0  # of this rank's share of the current batch
+        self._recent: deque[tuple[float, float]] | None = deque(maxlen=_COMPARED) if by_cost and not rank else None
         self._largest = 0.0  # of this rank's shares
         self._limit = 0.0  # what fits into this rank's memory
         self._full = 0.0  # cost of the largest global batch
@@ -138,9 +142,9 @@ class RankBalance:
             found.append([of_rank[rank] for rank in range(self._size)])
         return found
 
-    def begin_batch(self, cost: float) -> None:
+    def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
-        self._cost = cost
+        self._cost, self._samples = cost, samples
         self._largest = max(self._largest, cost)
 
     def begin_epoch(self) -> None:
@@ -160,16 +164,33 @@ class RankBalance:
             return Measured()
         time = self.timer.take()
         if time is not None and self._cost:
-            self._measurements.add([self._cost], [time])
+            self._measurements.add([self._cost, self._samples], [time])
         self._cost = 0.0
         seconds = cost = 0.0
-        for (cost_of_batch,), (took,) in self._measurements.take():
+        for (cost_of_batch, samples), (took,) in self._measurements.take():
             if took:
                 seconds, cost = seconds + took, cost + cost_of_batch
+                self._compare(took / cost_of_batch, took / max(samples, 1))
         if self._device is not None and not self._batches % WINDOW:
             self._limit = samples_that_fit(self._device, int(self._largest)) or 0.0
         self._batches += 1
         return Measured(seconds, cost, self._limit)
+
+    def _compare(self, seconds_per_cost: float, seconds_per_sample: float) -> None:
+        """Log once if the times of steps follow the number of samples more than what ``lengths`` say."""
+        if self._recent is None:
+            return
+        self._recent.append((seconds_per_cost, seconds_per_sample))
+        by_cost, by_samples = (np.std(column) / np.mean(column) for column in zip(*self._recent, strict=True))
+        if len(self._recent) == _COMPARED and by_cost > _CLEARLY * by_samples:
+            self._recent = None
+            with log_to_stderr():
+                _log.info(
+                    "balance: step times follow the number of samples more than lengths= (seconds per unit of length "
+                    "vary by %.0f %%, seconds per sample by %.0f %%); expected the cost of a sample, as in time",
+                    100 * by_cost,
+                    100 * by_samples,
+                )
 
     def receive(self, batch: int, rows: Sequence[Measured], cost: float) -> None:
         """Take the measurements of all ranks before this batch, and update the loads. All ranks call it.

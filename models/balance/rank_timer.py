@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,22 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gangline.kvstore.reducer.waits import timers
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 from gangline.models.elapsed_time import ElapsedTime, mark
 
 _BACKWARD = 2.0  # backward's time relative to forward's, where backward cannot be measured
-_timers: WeakSet[RankTimer] = WeakSet()
-
-
-@contextmanager
-def waiting_for_ranks() -> Iterator[None]:
-    """Exclude the time inside this context, in which the rank may wait for others, from its steps."""
-    running = [timer for timer in _timers if timer.pause()]
-    try:
-        yield
-    finally:
-        for timer in running:
-            timer.resume()
 
 
 class RankTimer:
@@ -40,8 +27,9 @@ class RankTimer:
     timer pauses from the end of this rank's backward to the optimizer's step, which waits for the all-reduce; without a
     step, as when gradients accumulate, it only excludes DistributedDataParallel's wait. It also pauses while
     DistributedDataParallel broadcasts buffers, while FSDP2 gathers parameters, in synchronized batch normalization, and
-    in `waiting_for_ranks`. If backward waits for other ranks, or the wrapper is unknown, the time from the end of
-    forward to the optimizer's step counts as twice that of forward.
+    in `waiting_for_ranks`, as where a DistributedOptimizer copies weights from their owners. If backward waits for
+    other ranks, or the wrapper is unknown, the time from the end of forward to the optimizer's step counts as twice
+    that of forward.
 
     On a GPU the times are between events on its current stream: host time counts only where the GPU waits for it.
     """
@@ -59,7 +47,7 @@ class RankTimer:
         for model in models:
             self._add_hooks(model)
         self._hooks.append(register_optimizer_step_pre_hook(self._begin_step))
-        _timers.add(self)
+        timers.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies of networks keep copies of hooks, which do nothing
         return RankTimer.__new__, (RankTimer,)
@@ -113,7 +101,7 @@ class RankTimer:
 
     def close(self) -> None:
         """Remove the hooks."""
-        _timers.discard(self)
+        timers.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -29,7 +29,7 @@ class JoinedBatches:
                 batch = next(self._batches, self)
                 if batch is self:
                     break
-                self._left.append((self._length(batch), batch))
+                self._left.append((self.length(batch), batch))
             length, batch = self._left.popleft()
             used = min(length, samples - count)
             if used < length:
@@ -47,7 +47,7 @@ class JoinedBatches:
         """Return a number of the values of a batch's first sample."""
         return zlib.crc32(_bytes(self.cut(batch, 0, 1)))
 
-    def _length(self, batch: Any) -> int:
+    def length(self, batch: Any) -> int:
         """Return the number of samples of a batch."""
         lengths: dict[str, int] = {}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gangline.models.balance.rank_timer import waiting_for_ranks
+from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balanced_batch import batch_of_rows, weighted
 
 

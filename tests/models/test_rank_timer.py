@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from gangline.models.balance.rank_timer import RankTimer, inner_module, waiting_for_ranks
+from gangline import Communicator, DistributedOptimizer, create, spawn
+from gangline.kvstore.allreduce.store import AllReduceStore, CopyResult
+from gangline.kvstore.reducer.waits import waiting_for_ranks
+from gangline.models.balance.rank_timer import RankTimer, inner_module
 
 X = torch.ones(2, 3)
 FORWARD, BACKWARD, WAIT = 2.0, 8.0, 100.0
@@ -227,6 +230,44 @@ def test_the_time_of_an_fsdp_rank_leaves_out_its_gathers(
 
     for _ in range(3):
         assert seconds_of(timer, step) == 1 + 3 * 2 * FORWARD + 16
+
+
+def sharded_steps(communicator: Communicator, shard: str) -> tuple[list[float | None], int]:
+    """Return what counts of steps whose copies from owners make this rank wait, and the number of these."""
+    clock = Clock(pytest.MonkeyPatch())
+    store = cast(AllReduceStore, create("allreduce", communicator=communicator))
+    network = nn.Sequential(Spend(clock, 3), Spend(clock))
+    optimizer = DistributedOptimizer(sgd(network), store, shard=shard, memory=[1, 1], network=network)
+    timer, copy, waits = RankTimer([network]), store.copy_from_owners, 0
+
+    def slow_copy(*args: Any, async_op: bool = False, **options: Any) -> Callable[[], CopyResult]:
+        wait = copy(*args, async_op=async_op, **options)
+
+        def slow_wait() -> CopyResult:
+            nonlocal waits
+            waits += 1
+            clock.wait()
+            return wait()
+
+        if not async_op:
+            slow_wait()
+        return slow_wait if async_op else wait
+
+    store.copy_from_owners = slow_copy  # type: ignore[method-assign]
+
+    def step() -> None:
+        clock.spend(1)
+        optimizer.zero_grad()
+        network(X).sum().backward()
+        optimizer.step()
+        clock.spend(16)
+
+    return [seconds_of(timer, step) for _ in range(3)], waits
+
+
+@pytest.mark.parametrize(("shard", "waits"), [("weights", 3 * 3), ("optimizer", 3)])
+def test_copies_from_the_ranks_that_own_weights_do_not_count(shard: str, waits: int) -> None:
+    assert spawn(sharded_steps, 2, shard, threads=1) == [([1 + 2 * (FORWARD + BACKWARD) + 16] * 3, waits)] * 2
 
 
 def test_time_is_measured_again_after_a_backward_that_failed(clock: Clock) -> None:

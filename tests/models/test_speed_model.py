@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from gangline.collectives.workload import split_batch, split_within
 from gangline.models.balance import speed_model
 from gangline.models.balance.rank_balance import RankBalance, cut_by_cost, ranks_by_speed, samples_that_fit
 from gangline.models.balance.speed_model import SpeedModel
+from gangline.models.elapsed_time import ElapsedTime
 from gangline.models.executor.context_balance import MemoryLimits
 from gangline.models.executor.executor import is_out_of_memory
 from tests.models.drifts import DRIFTS, simulate
@@ -292,6 +294,33 @@ def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_bat
     assert balance.counts(6, 64) == [48, 16]
     balance.discard_batch(7, {0: 48})
     assert balance.counts(10, 64) == [38, 26]
+
+
+class Timed:
+    """A timer that returns set times."""
+
+    seconds = 0.0
+
+    def take(self) -> ElapsedTime:
+        return ElapsedTime(self.seconds)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("follows", "lines"), [("samples", 1), ("cost", 0), ("neither", 0)])
+def test_step_times_that_lengths_do_not_explain_are_logged_once(
+    follows: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    timer: Any = Timed()
+    balance, draw = RankBalance(0, [1, 1], timer, by_cost=True), random.Random(0)
+    with caplog.at_level("INFO", "gangline"):
+        for _ in range(100):
+            samples, cost = draw.randint(2, 9), draw.uniform(80, 100)
+            timer.seconds = {"samples": samples, "cost": cost, "neither": draw.uniform(5, 6)}[follows] * 1e-3
+            balance.begin_batch(cost, samples)
+            balance.measured()
+    assert sum("number of samples more than lengths=" in record.message for record in caplog.records) == lines
 
 
 def sizes(parts: list[slice]) -> list[int]:

@@ -90,7 +90,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(of(plain, loss_reduction="average"), "loss_reduction is 'average'", "'sum'")
     check_refused(of(plain, global_batch=1), "global_batch is 1;", "at least one sample for each of 2 ranks")
     check_refused(of(DataLoader(data, batch_sampler=Listed([[1]])), global_batch=4), "leave global_batch out")
-    check_refused(of(plain, stream="own"), "leave stream out")
+    check_refused(of(plain, stream="same"), "leave stream out")
     wrong: Any = {"epoch": 3}
     check_refused(lambda: gangline.balance(plain, nn.Linear(1, 1)), "is a DataLoader; expected the", "(model, loader)")  # type: ignore[arg-type]
     check_refused(lambda: gangline.balance(None, plain), "balance() is a NoneType; expected the network")  # type: ignore[arg-type]

@@ -94,16 +94,18 @@ def train(engine: str, loss_name: str, options: dict[str, Any]) -> float:
     size, epochs = dist.get_world_size(), []
     for _ in range(2):
         updates: list[Batches] = []
-        batches = list(loader) if loss_name == "normalized" else loader
-        for number, (tokens, indices) in enumerate(batches):
-            if loss_name == "normalized":  # weights are all 1, and all samples are trained
-                update = batches[number - number % steps :][:steps]
-                total = sum(gathered(sum(int(valid(batch)) for batch in update)))
-                loss = model(tokens).sum() * size / total
-                own = indices.tolist()
+        batches = ((*batch, loader.samples) for batch in loader)
+        if loss_name == "normalized":
+            batches = list(batches)  # type: ignore[assignment, unused-ignore]
+        for number, (tokens, indices, samples) in enumerate(batches):
+            if loss_name == "normalized":  # weights are all 1; the loop leaves out a repeated sample
+                update = batches[number - number % steps :][:steps]  # type: ignore[index, unused-ignore]
+                total = sum(gathered(sum(int(valid(batch)) for batch in update if batch[2])))
+                loss = model(tokens).sum() * bool(samples) * size / total
+                own = indices[:samples].tolist()
             else:
                 loss = loss_of(model(tokens), tokens) / steps
-                own = indices[: loader.samples].tolist()
+                own = indices[:samples].tolist()
             loss.backward()
             if not number % steps:
                 updates.append([])

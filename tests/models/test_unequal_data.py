@@ -1,0 +1,214 @@
+"""Data of `gangline.balance` that ranks must agree on; global batches of another size, and their micro-batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
+
+import gangline
+from gangline import Communicator, spawn
+from gangline.models.data.same_data import describe_data
+from tests.models.test_unequal_errors import check_refused
+from tests.models.test_unequal_ranks import wrapped
+from tests.models.unequal_jobs import Stream, balanced, cut, epoch_of, flat, join
+
+
+class Files(Dataset[Tensor]):
+    """Reads files by name, in workers only."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise AssertionError("read in the main process")
+
+
+class Augmented(Dataset[Tensor]):
+    """Samples with random noise, from generators of every kind."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.handle: Any = None  # of a file, opened by the first reading
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.handle = "open"
+        return torch.tensor([index, random.random(), np.random.rand(), self.generator.random()]) + torch.rand(1)
+
+
+def agreement(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    rank, numbers = comm.rank, torch.arange(32)
+    random.seed(rank)
+    whole = TensorDataset(numbers)
+
+    def of(data: Any, **options: Any) -> Callable[[], object]:
+        return lambda: balanced(DataLoader(data, batch_size=4, **options))
+
+    files = Files([f"/data/{rank}/{number}.png" for number in range(rank, 32, 2)])
+    own: dict[str, list[Callable[[], object]]] = {
+        "the first sample of the data set on rank 1": [
+            of(numbers[rank::2]),
+            of(TensorDataset(numbers[rank::2]), num_workers=1),
+            of([f"{n}.png" for n in range(rank, 32, 2)]),
+            of([{"text": [n, n + 1], "label": 0} for n in range(rank, 32, 2)]),
+            of(files, num_workers=1),
+        ],
+        "the set of the sampler's indices on rank 1": [
+            of(whole, sampler=SubsetRandomSampler(range(rank, 32, 2))),
+            of(whole, sampler=range(rank, 32, 2)),
+            lambda: balanced(DataLoader(whole, batch_sampler=cut(range(rank, 32, 2), 4))),
+        ],
+        "the indices of Subset 0 on rank 1": [of(Subset(whole, range(rank, 32, 2)))],
+    }
+    for what, calls in own.items():
+        for call in calls:
+            check_refused(call, what, "give the whole data set", 'stream="own") if')
+
+    def state() -> str:
+        generator = augmented.generator.bit_generator.state
+        return repr((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(), generator))
+
+    augmented = Augmented(rank)
+    before = state()
+    described = describe_data(DataLoader(augmented, batch_size=4))
+    assert (state(), augmented.handle, described["the first sample of the data set"]) == (before, None, None)
+    of(Files([f"/mount{rank}/{number}.png" for number in range(32)]), num_workers=1)()
+    of(whole, sampler=SubsetRandomSampler(torch.randperm(32).tolist()))()  # in another order
+    of(whole, shuffle=True)()
+    of((1 + numbers) / (3 + rank * 1e-3))()  # decoded otherwise
+
+    for loader in (
+        DataLoader(numbers[rank::2], batch_size=4),
+        DataLoader(numbers, batch_size=4, sampler=SubsetRandomSampler(range(rank, 32, 2))),
+        DataLoader(numbers, batch_sampler=cut(range(rank, 32, 2), 4)),
+    ):
+        batches = epoch_of(balanced(loader, stream="own", global_batch=8))
+        assert sorted(flat(batches)) == list(range(32))
+        assert len(batches[0]) == 8
+    filled = DataLoader(numbers, batch_size=4, sampler=range(rank, 32, 2), collate_fn=torch.stack)
+    assert sorted(flat(epoch_of(balanced(filled, stream="own", lengths=lambda _: 1, budget=8)))) == list(range(32))
+    dist.destroy_process_group()
+
+
+def test_ranks_with_a_part_of_the_data_are_an_error_unless_they_say_so(tmp_path: Path) -> None:
+    spawn(agreement, 2, str(tmp_path / "store"), threads=1)
+
+
+def ramp(comm: Communicator, path: str) -> None:
+    join(comm, path)
+    everything = list(range(32))
+    stream: DataLoader[Any] = DataLoader(Stream(everything, int), batch_size=4, drop_last=True)
+    for loader in (
+        balanced(DataLoader(torch.arange(32), batch_size=4)),
+        balanced(DataLoader(torch.arange(32), batch_size=4, sampler=everything)),
+        balanced(stream, stream="same"),
+    ):
+        for size, batches in ((10, 4), (16, 2)):
+            loader.global_batch = size
+            assert epoch_of(loader) == cut(everything, size)[: len(everything) // size if loader.drop_last else None]
+            assert loader.global_batch == size
+            if not isinstance(loader.dataset, Stream):
+                assert len(loader) == batches
+    loader = balanced(DataLoader(torch.arange(32), batch_size=4), memory=[6, 4])
+
+    def set_to(size: Any) -> None:
+        loader.global_batch = size
+        list(loader)
+
+    check_refused(lambda: set_to(1), "global_batch is 1;", "at least one sample for each of 2 ranks")
+    check_refused(lambda: set_to(16), "memory is [6, 4], together 10 samples")
+    check_refused(lambda: set_to(6 + comm.rank), "global batch is 6 on rank 0, but 7 on rank 1")
+    set_to(6)
+    for _ in loader:
+        check_refused(lambda: set_to(8), "global_batch is set to 8 within an epoch")
+    loader = balanced(DataLoader(torch.arange(32), batch_sampler=cut(everything, 3)))
+    check_refused(lambda: set_to(8), "the sampler decides the size of batches")
+    dist.destroy_process_group()
+
+
+def test_another_global_batch_takes_effect_in_the_next_epoch(tmp_path: Path) -> None:
+    spawn(ramp, 2, str(tmp_path / "store"), threads=1)
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+def micro_batches(comm: Communicator, path: str) -> dict[str, Any]:
+    join(comm, path, "gangline")
+    numbers = torch.arange(1.0, 18.0, dtype=torch.float64)[:, None]
+    found: dict[str, Any] = {}
+    for engine in ("ddp", "fsdp2"):
+        for name, options in OPTIONS.items():
+            model: Any = wrapped(engine, Line())
+            loader = gangline.balance(model, DataLoader(numbers, batch_size=4), loads=[3, 1], **options)
+            gradients, sizes = [], []
+            for batch in loader:
+                model.zero_grad()
+                parts = loader.micro_batches(batch, 2)
+                for number, part in enumerate(parts, 1):
+                    is_last = number == len(parts)
+                    if isinstance(model, FSDPModule):
+                        model.set_requires_gradient_sync(is_last)
+                    with model.no_sync() if engine == "ddp" and not is_last else nullcontext():
+                        counts = part % 3 > 0 if name == "count" else torch.ones_like(part)
+                        loss = (model(part) * counts).sum()
+                        (loss if name == "sum" else loss / counts.sum()).backward()
+                    sizes.append(len(part))
+                gradient = model.module.w.grad if engine == "ddp" else model.w.grad.full_tensor()
+                gradients.append(gradient.item())
+            found[f"{engine} {name}"] = gradients
+            found.setdefault("sizes", sizes)
+            loader.close()
+    loader = balanced(DataLoader(numbers, batch_size=4))
+    check_refused(lambda: loader.micro_batches(numbers, 2), "has no batch to cut")
+    for _ in loader:
+        check_refused(lambda: loader.micro_batches(numbers, 2), "a batch of 17 rows for")
+        check_refused(lambda: loader.micro_batches(numbers, 0), "parts of 0; expected a number of samples")
+        break
+    loader = balanced(DataLoader(numbers, batch_size=4), loss_reduction="normalized")
+    for batch in loader:
+        check_refused(lambda: loader.micro_batches(batch, 2), 'expected "mean" or "sum"')  # noqa: B023
+        break
+    dist.destroy_process_group()
+    return found
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"loss_reduction": "sum"},
+    "count": {"count": lambda batch: (batch % 3 > 0).sum()},
+}
+"""Global batches of 1 to 8, 9 to 16 and 17, of which shares are 6 and 2, twice, and 1 and 0."""
+
+
+def test_micro_batches_have_the_gradient_of_one_device_and_the_same_number_on_all_ranks(tmp_path: Path) -> None:
+    ranks = spawn(micro_batches, 2, str(tmp_path / "store"), threads=1)
+    for rank, found in enumerate(ranks):
+        for engine in ("ddp", "fsdp2"):
+            assert found[f"{engine} mean"] == pytest.approx([4.5, 12.5, 17])
+            assert found[f"{engine} sum"] == pytest.approx([36, 100, 17])
+            assert found[f"{engine} count"] == pytest.approx([27 / 6, 64 / 5, 17])
+        assert found["sizes"] == ([2, 2, 2, 2, 2, 2, 1], [1] * 7)[rank]
