@@ -52,16 +52,14 @@ def refusals_of_trainers(rank: Rank, folder: str) -> None:
         [
             message(lambda: balance(torch.nn.Linear(1, 1))),
             message(lambda: balance(trainer(average_tokens_across_devices=False))),
-            message(lambda: balance(trainer(train_sampling_strategy="batch_rebalance"))),
         ]
     )
 
 
 @pytest.mark.slow
-def test_trainers_that_normalize_or_cut_on_their_own_are_refused(tmp_path: Any) -> None:
+def test_trainers_that_normalize_on_their_own_are_refused(tmp_path: Any) -> None:
     pytest.importorskip("transformers")
     with Processes(refusals_of_trainers, 1, str(tmp_path)) as processes:
         [texts] = processes.all_heard()
     assert texts[0] == "TypeError: trainer is a Linear; expected a transformers.Trainer"
     assert texts[1].startswith("ValueError: average_tokens_across_devices is False")
-    assert texts[2].startswith("ValueError: train_sampling_strategy is 'batch_rebalance'")
