@@ -57,7 +57,7 @@ def refusals_of_trainers(rank: Rank, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_trainers_that_normalize_or_cut_on_their_own_are_refused(tmp_path: Any) -> None:
+def test_trainers_that_normalize_on_their_own_are_refused(tmp_path: Any) -> None:
     pytest.importorskip("transformers")
     with Processes(refusals_of_trainers, 1, str(tmp_path)) as processes:
         [texts] = processes.all_heard()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import gangline
 from tests.integrations.trainers import message, told, trainer_of
@@ -65,6 +65,12 @@ def padded(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
     tokens = pad_sequence([row[0] for row in rows], batch_first=True)
     labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=-100)
     return {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
+
+
+def shifted(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Pad, and give the labels of the tokens before them too, which Trainer then counts."""
+    batch = padded(samples)
+    return {**batch, "shift_labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
 
 
 def updates_of(read: Batches, steps: int, epochs: int = 2) -> list[Batches]:
@@ -131,8 +137,8 @@ def of_transformers(
     trained = language_model(model)
     alone, texts = deepcopy(trained), Texts()
     loss_of = {"compute_loss_func": loss_in_float64} if loss else {}
-    flattened = {"data_collator": DataCollatorWithFlattening()} if collator else {}
-    trainer = balance(trainer_over(folder, trained, texts, arguments, **loss_of, **flattened), **options)
+    collate = {"": padded, "shifted": shifted, "flattened": DataCollatorWithFlattening()}[collator]
+    trainer = balance(trainer_over(folder, trained, texts, arguments, data_collator=collate, **loss_of), **options)
     trainer.train()
     optimizer = sgd(alone)
     for update in updates_of(texts.read, arguments.get("gradient_accumulation_steps", 1)):
@@ -209,9 +215,13 @@ def of_accelerate(folder: str, arguments: dict[str, Any], options: dict[str, Any
 
 
 def of_lightning(folder: str, arguments: dict[str, Any], options: dict[str, Any]) -> float:
-    import lightning.pytorch as pl
+    network, texts = lightning_module(), Texts()
+    fit_by_lightning(folder, network, DataLoader(texts, BATCH, shuffle=True, collate_fn=padded), arguments, options)
+    return distance_from_one_process(network.net, texts, arguments["accumulate_grad_batches"])
 
-    from gangline.integrations.lightning import Balance
+
+def lightning_module() -> Any:
+    import lightning.pytorch as pl
 
     class Network(pl.LightningModule):
         def __init__(self) -> None:
@@ -224,14 +234,23 @@ def of_lightning(folder: str, arguments: dict[str, Any], options: dict[str, Any]
         def configure_optimizers(self) -> Any:
             return sgd(self)
 
+    return Network()
+
+
+def fit_by_lightning(
+    folder: str, network: Any, loader: Any, arguments: dict[str, Any], options: dict[str, Any]
+) -> None:
+    import lightning.pytorch as pl
+
+    from gangline.integrations.lightning import Balance
+
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    fixed = {"max_epochs": 2, "precision": "64-true", "enable_model_summary": False, **quiet}
     trainer = pl.Trainer(
-        strategy="ddp", accelerator="cpu", devices=2, precision="64-true", max_epochs=2, default_root_dir=folder,
-        enable_model_summary=False, callbacks=[Balance(lengths=LENGTHS, **options)], **quiet, **arguments,
+        strategy="ddp", accelerator="cpu", devices=2, default_root_dir=folder,
+        callbacks=[Balance(lengths=LENGTHS, **options)], **{**fixed, **arguments},
     )  # fmt: skip
-    network, texts = Network(), Texts()
-    trainer.fit(network, DataLoader(texts, BATCH, shuffle=True, collate_fn=padded))
-    return distance_from_one_process(network.net, texts, arguments["accumulate_grad_batches"])
+    trainer.fit(network, loader)
 
 
 Case = tuple[str, int, dict[str, Any]]
@@ -255,6 +274,7 @@ CASES |= {
     "transformers pool": case("transformers", 2, [3, 1], pool=3),
     "transformers lora": case("transformers", 2, [3, 1], model="lora"),
     "transformers flattened": case("transformers", 2, [3, 1], collator="flattened"),
+    "transformers shift_labels": case("transformers", 1, [3, 1], collator="shifted"),
     "transformers batch_rebalance": case(
         "transformers", 2, [3, 1], arguments={"train_sampling_strategy": "batch_rebalance"}
     ),
@@ -273,10 +293,15 @@ def job(folder: str, package: str, ranks: int) -> dict[str, Any]:
     for name, (of_package, of_ranks, options) in CASES.items():
         if (of_package, of_ranks) == (package, ranks) and (name != "transformers lora" or has("peft")):
             found[name] = TRAIN[package](f"{folder}/{name}", **options)
-    if package != "lightning" and ranks == 2:
+    if ranks == 2:
         found["of means"] = of_means(folder, package)
     if (package, ranks) == ("transformers", 2):
-        found |= {"shares": shares(folder), "wrong": wrong(folder), "resumed": resumed(folder)}
+        found |= {
+            "shares": shares(folder),
+            "wrong": wrong(folder),
+            "own streams": own_streams(folder),
+            "resumed": resumed(folder),
+        }
     return found
 
 
@@ -348,6 +373,21 @@ def shares(folder: str) -> dict[str, list[Batches]]:
     }
 
 
+def own_streams(folder: str) -> str:
+    """Accumulate batches of a budget from a stream of each rank; return the error."""
+    from gangline.integrations.transformers import balance
+
+    arguments = {"max_steps": 2, "gradient_accumulation_steps": 2, "accelerator_config": {"dispatch_batches": False}}
+    trainer = trainer_over(folder, language_model(), Stream(), arguments)
+    options: dict[str, Any] = {"stream": "own", "budget": 100, "lengths": lambda sample: len(sample["input_ids"])}
+    return message(lambda: balance(trainer, **options).train())
+
+
+@pytest.mark.slow
+def test_batches_of_own_streams_are_accumulated_by_a_trainer(results: Results) -> None:
+    assert [found["own streams"] for found in results()] == ["no error"] * 2
+
+
 OF_TOKENS = ("list", "input", "first input of the processor")
 
 
@@ -383,18 +423,22 @@ def of_means(folder: str, package: str) -> list[Batches]:
     if package == "transformers":
         arguments = {"gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
         return reads(folder, Texts(), arguments, TokenMean())
-    from accelerate import Accelerator
+    texts = Texts()
+    in_order = DistributedSampler(texts, 1, 0, shuffle=False)  # type: ignore[arg-type]  # Lightning keeps it
+    plain: Any = DataLoader(texts, BATCH, sampler=in_order, collate_fn=padded)
+    options: dict[str, Any] = {"loads": [1, 1], "count": lambda batch: batch["labels"][:, 1:].ne(-100).sum()}
+    if package == "lightning":
+        fit_by_lightning(folder, lightning_module(), plain, {"accumulate_grad_batches": 2, "max_epochs": 1}, options)
+    else:
+        from accelerate import Accelerator
 
-    accelerator, texts = Accelerator(cpu=True, gradient_accumulation_steps=2), Texts()
-    plain: Any = DataLoader(texts, BATCH, collate_fn=padded)
-    model, prepared = accelerator.prepare(Net(), plain)
-    counted = {"count": lambda batch: batch["labels"][:, 1:].ne(-100).sum(), "lengths": LENGTHS}
-    with gangline.balance(model, prepared, loads=[1, 1], **counted) as loader:
-        assert len(list(loader)) == len(texts.read)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        with gangline.balance(*accelerator.prepare(Net(), plain), lengths=LENGTHS, **options) as loader:
+            assert len(list(loader)) == len(texts.read)
     return list(map(list, zip(*gathered(texts.read), strict=True)))
 
 
-@pytest.mark.parametrize("package", rows({name: name for name in ("transformers", "accelerate")}))
+@pytest.mark.parametrize("package", rows({name: name for name in TRAIN}))
 def test_batches_whose_means_over_tokens_are_accumulated_keep_their_texts(package: str, results: Results) -> None:
     steps = results(package)[0]["of means"]
     assert [sorted(set(flat(step))) for step in steps] == cut(range(SAMPLES), 2 * BATCH)

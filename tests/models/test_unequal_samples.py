@@ -109,7 +109,7 @@ def train(engine: str, loss_name: str, options: dict[str, Any]) -> float:
             loss.backward()
             if not number % steps:
                 updates.append([])
-            updates[-1].append([n for rank in gathered(own) for n in rank])
+            updates[-1].append(list(dict.fromkeys(flat(gathered(own)))))  # a batch of one text is repeated
             if number % steps == steps - 1 or number == len(loader) - 1:
                 optimizer.step()
                 optimizer.zero_grad()
