@@ -1,1 +1,1 @@
-"""Batches of unequal size for contexts, workers and ranks: loads by measured speed and memory, exact gradients."""
+"""Batches of unequal size for workers and ranks: speed model, loads by measured speed and memory, exact gradients."""
