@@ -22,6 +22,7 @@ _MIN_GAIN = 0.03  # relative gain in step time that a new split must promise
 _MIN_GAIN_ON_ONE_DEVICE = 0.6  # the same over the equal split, on one device: a share 2.2 times slower than another
 _STANDARD_ERRORS = 3.0  # of the measurements that the gain must exceed
 _MIN_PROPORTION = 0.02  # of a share's time that depends on its cost
+_AGAINST = -0.5  # relative change of a time to that of its share that no fixed part explains
 _CHANGED_COST = 0.1  # relative change of a share from which its time shows how far times follow shares
 _CHANGED_SPEED = 0.15  # relative change of a speed from which that is unknown again
 _TRIAL_COST = 0.03  # maximum cost of a trial, relative to the time since the last one
@@ -156,8 +157,9 @@ class SpeedModel:
                 for (share_before, rate_before), share, rate in zip(self._changed_from, shares, rates, strict=True)
                 if share and share_before and abs(share / share_before - 1) > _CHANGED_COST
             ]
-            self._proportion = min(max(responses, default=1.0), 1.0)
-            self._proportion = max(self._proportion, _MIN_PROPORTION)
+            # A time that moves against its share shows another speed.
+            response = max((one for one in responses if one > _AGAINST), default=1.0)
+            self._proportion = min(max(response, _MIN_PROPORTION), 1.0)
             self._changed_from = None
         limit = max(_CHANGED_SPEED, _STANDARD_ERRORS * error)
         if any(abs(rate / after - 1) > limit for rate, after in zip(rates, self._changed_to, strict=False)):

@@ -376,7 +376,8 @@ def test_only_out_of_memory_errors_of_torch_numpy_and_python_are_recognised() ->
 @pytest.mark.parametrize("by_lengths", [False, True])
 @pytest.mark.parametrize("drift", DRIFTS)
 def test_steps_take_little_longer_than_with_known_speeds_while_these_drift(drift: str, by_lengths: bool) -> None:
-    runs = [simulate(seed, drift, noise, 2, by_lengths=by_lengths) for seed, noise in enumerate((0.05, 0.15, 0.3))]
+    cases = [(0, 0.05), (1, 0.15), (2, 0.3), (100, 0.05)]  # in the last one a rank changes just as its share does
+    runs = [simulate(seed, drift, noise, 2, by_lengths=by_lengths) for seed, noise in cases]
     assert max(run.over_ideal for run in runs) <= 1.10
     if drift == "3 times slower":
         assert all(run.reaction is not None and run.reaction <= 16 for run in runs)
