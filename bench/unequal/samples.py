@@ -52,7 +52,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     _DDP_EQUAL: {"equal": True},
     _LENGTHS_EQUAL: {"equal": True, "balanced": {"lengths": True}},
 }
-"""What differs from DDP with random batches, by row."""
+"""Differences from DDP with random batches, by row."""
 
 
 def unequal_samples(

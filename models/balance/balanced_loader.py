@@ -30,6 +30,7 @@ from gangline.models.balance.global_order import (
 from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
+from gangline.models.balance.micro_batches import MicroBatches
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balance.rank_timer import RankTimer
@@ -40,7 +41,6 @@ from gangline.models.data.lengths import Arrangement, arrangement_of
 from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
 from gangline.models.data.same_data import check_same_data, describe_data
 from gangline.models.ignored_labels import LabelWatch
-from gangline.models.micro_batches import MicroBatches
 
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _END = object()

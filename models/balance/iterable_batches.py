@@ -150,7 +150,7 @@ class IterableBatches:
         repeated = [sample] * minimum
         while sample is not _END:
             share: list[Any] = []
-            costs, limit = np.array([]), self._budget * self._balance.part
+            costs, limit = np.array([]), self._balance.part_of(self._budget)
             while sample is not _END:
                 added = np.append(costs, lengths.of([sample]))
                 if len(share) >= minimum and lengths.cost(added) > limit:

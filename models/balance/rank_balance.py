@@ -32,7 +32,7 @@ _LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is log
 
 
 class Measured(NamedTuple):
-    """What a rank tells the others about its last batches."""
+    """Measurements of a rank since its last message."""
 
     seconds: float = 0.0
     """Time of the batches whose time is known since the last message, without waits for other ranks."""
@@ -103,10 +103,11 @@ class RankBalance:
         """Latest loads, which may begin with a later batch."""
         return list(self._splits[-1].loads)
 
-    @property
-    def part(self) -> float:
-        """Fraction of a global batch that this rank gets by the latest loads."""
-        return self._splits[-1].loads[self._rank] / sum(self._splits[-1].loads)
+    def part_of(self, budget: float) -> float:
+        """Return this rank's part of the cost of a global batch by the latest loads, within its limit of memory."""
+        split = self._splits[-1]
+        part, cap = budget * split.loads[self._rank] / sum(split.loads), split.caps[self._rank]
+        return part if cap is None else min(part, cap)
 
     def set_loads(self, loads: Sequence[float], batch: int | None) -> None:
         """Use these loads, and the current caps, from the first batch that no rank has drawn. All ranks call it.

@@ -83,7 +83,7 @@ def accumulated_steps() -> int:
 def read_unequal(
     loader: Any, batches: Iterable[Any], waiting: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], None]:
-    """Let a prepared loader read ``batches`` whose number of rows differs over the ranks; return what undoes it.
+    """Replace the batches of a prepared loader by ``batches`` of unequal numbers of rows; return the inverse function.
 
     Until then accelerate gathers tensors of different numbers of rows, without the repeated samples of weight 0. In the
     context of ``waiting`` this rank waits for others.

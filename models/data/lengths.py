@@ -107,7 +107,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the samples of several global batches are put into batches of similar lengths."""
+    """Form batches of similar lengths from the samples of several global batches."""
 
     lengths: Lengths
     accumulate: int = 1

@@ -137,7 +137,7 @@ def test_wrong_options_and_trainers_are_errors_of_balance(size: int, expected: l
 
 
 def exhausted(folder: str) -> str:
-    """Let rank 1 run out of memory in its second step."""
+    """Raise an out-of-memory error on rank 1 in its second step."""
     import os
 
     from gangline.integrations.transformers import balance

@@ -273,7 +273,9 @@ def streams() -> dict[str, Any]:
     read = [(indices[: same.samples].tolist(), tokens.shape) for tokens, indices in same]
     own = made(range(rank, SAMPLES, size), stream="own", budget=160, loads=[3, 1])
     filled = [(indices[: own.samples].tolist(), tokens.numel()) for tokens, indices in own if own.samples]
-    return {"same": gathered(read), "own": gathered(filled)}
+    capped = made(range(rank, SAMPLES, size), stream="own", budget=160, loads=[3, 1], memory=[50, 1000])
+    costs = [(tokens.numel(), capped.samples) for tokens, _ in capped if capped.samples]
+    return {"same": gathered(read), "own": gathered(filled), "capped": gathered(costs)}
 
 
 def test_streams_are_cut_by_cost_or_fill_a_budget(two: list[dict[str, Any]]) -> None:
@@ -284,6 +286,8 @@ def test_streams_are_cut_by_cost_or_fill_a_budget(two: list[dict[str, Any]]) -> 
         assert all(shape[1] == max(LENGTHS[n] for n in indices or [0]) for indices, shape in parts if indices)
     assert sum(of_rank[0][1].numel() for of_rank in same) > 0
     assert sorted(n for of_rank in own for indices, _ in of_rank for n in indices) == list(range(SAMPLES))
+    for of_rank, most in zip(two[0]["streams"]["capped"], (50, 40), strict=True):
+        assert all(cost <= most or samples == 1 for cost, samples in of_rank)
     for of_rank, most in zip(own, (120, 40), strict=True):
         assert all(cost <= most or len(indices) == 1 for indices, cost in of_rank)
 
