@@ -40,6 +40,8 @@ class BalancedBatch:
     """The ranks that average gradients; None: all."""
     cost: float = 0.0
     """Of this rank's samples: their number, or what ``lengths`` count."""
+    ends_update: bool = True
+    """True if the optimizer steps after this batch."""
 
 
 _NO_BATCH = BalancedBatch()

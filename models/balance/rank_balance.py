@@ -52,9 +52,9 @@ class _Split(NamedTuple):
 class RankBalance:
     """Decides which part of a global batch each rank gets; all ranks make the same decision.
 
-    Each message about the next batch carries what its rank measured since the one before (`measured`); `receive` takes
-    those of all ranks. Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that no
-    rank has drawn.
+    Each message about the next batches carries what its rank measured since the one before (`measured`); `receive`
+    takes those of all ranks. Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that
+    no rank has drawn.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RankBalance:
         self._splits: list[_Split] = []  # ascending
         self.set_loads(loads, None)
         self._measurements = Measurements()
-        self._cost, self._samples = 0.0, 0  # of this rank's share of the current batch
+        self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message
         self._recent: deque[tuple[float, float]] | None = deque(maxlen=_COMPARED) if by_cost and not rank else None
         self._largest = 0.0  # of this rank's shares
         self._limit = 0.0  # what fits into this rank's memory
@@ -145,7 +145,7 @@ class RankBalance:
 
     def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
-        self._cost, self._samples = cost, samples
+        self._cost, self._samples = self._cost + cost, self._samples + samples
         self._largest = max(self._largest, cost)
 
     def begin_epoch(self) -> None:
@@ -157,16 +157,16 @@ class RankBalance:
         """Do not count the current batch."""
         if self.timer is not None:
             self.timer.take()
-        self._cost = 0.0
+        self._cost, self._samples = 0.0, 0
 
     def measured(self) -> Measured:
-        """End the current batch; return what all ranks must know of this one since the last call."""
+        """End the batches begun since the last call; return what all ranks must know of this one."""
         if self.timer is None:
             return Measured()
         time = self.timer.take()
         if time is not None and self._cost:
             self._measurements.add([self._cost, self._samples], [time])
-        self._cost = 0.0
+        self._cost, self._samples = 0.0, 0
         seconds = cost = 0.0
         for (cost_of_batch, samples), (took,) in self._measurements.take():
             if took:
