@@ -149,6 +149,12 @@ def batch_of_rows(rows: Tensor) -> BalancedBatch:
     return _one_of(owners, "rows that no balanced network computed")
 
 
+def share_of_mean(value: Tensor) -> Tensor:
+    """Return a rank's mean loss times its share of the batch: the mean of that over the ranks is over all samples."""
+    batch = batch_of_rows(value)
+    return value * batch.share if batch.samples and batch.share else torch.zeros_like(value)
+
+
 def _one_of(owners: Iterable[BatchesOfNetworks], what: str) -> BalancedBatch:
     batches = [batch for owner in owners if (batch := owner.current) is not None]
     if len({(batch.weight, batch.samples > 0, batch.group) for batch in batches}) > 1:
