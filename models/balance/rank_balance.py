@@ -6,7 +6,6 @@ import logging
 import math
 import weakref
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -88,7 +87,7 @@ class RankBalance:
         self.set_loads(loads, None)
         self._measurements = Measurements()
         self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message
-        self._recent: deque[tuple[float, float]] | None = deque(maxlen=_COMPARED) if by_cost and not rank else None
+        self._recent: list[tuple[float, float]] | None = [] if by_cost and not rank else None
         self._largest = 0.0  # of this rank's shares
         self._limit = 0.0  # what fits into this rank's memory
         self._full = 0.0  # cost of the largest global batch
@@ -182,9 +181,11 @@ class RankBalance:
         if self._recent is None:
             return
         self._recent.append((seconds_per_cost, seconds_per_sample))
+        if len(self._recent) < _COMPARED:
+            return
         by_cost, by_samples = (np.std(column) / np.mean(column) for column in zip(*self._recent, strict=True))
-        if len(self._recent) == _COMPARED and by_cost > _CLEARLY * by_samples:
-            self._recent = None
+        self._recent = [] if by_cost <= _CLEARLY * by_samples else None
+        if self._recent is None:
             with log_to_stderr():
                 _log.info(
                     "balance: step times follow the number of samples more than lengths= (seconds per unit of length "
