@@ -458,7 +458,7 @@ class BalancedLoader:
                 than batches of this update, or loss_reduction is "normalized", since the loop then divides its loss.
         """
         if self._loss_reduction == "normalized":
-            raise ValueError('mean() weights losses by counts, but loss_reduction is "normalized"; expected "sum"')
+            raise ValueError('mean() weights losses, but loss_reduction is "normalized"; expected "mean" or "sum"')
         given = list(losses) if isinstance(losses, Sequence) else [losses]
         batches = self._update[len(self._update) - len(given) :]
         is_right = 0 < len(given) <= len(self._update)

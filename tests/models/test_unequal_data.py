@@ -195,9 +195,24 @@ def messages(comm: Communicator, path: str) -> dict[str, int]:
         loader._exchange.gather = lambda numbers: (sent.append(numbers), gather(numbers))[1]  # type: ignore[method-assign]  # noqa: B023
         assert len(list(loader)) == 8
         found[name] = len(sent)
+        if name == "of batches":
+            check_refused(lambda: loader.mean(1.0), 'loss_reduction is "normalized"; expected "mean"')  # noqa: B023
         loader.close()
+    wrong_losses(comm.rank)
     dist.destroy_process_group()
     return found
+
+
+def wrong_losses(rank: int) -> None:
+    loader = balanced(DataLoader(torch.arange(32), batch_size=4), accumulate=2, count=len)
+    check_refused(lambda: loader.mean(1.0), "got [1, 1] losses on the ranks, where this update has trained 0 batches")
+    for _ in loader:
+        check_refused(lambda: loader.mean(torch.ones(2)), "mean() got a tensor of shape (2,); expected one number")
+        check_refused(lambda: loader.mean(torch.ones(2 - rank)), "mean() got a tensor of ", "expected one number")
+        check_refused(lambda: loader.mean([1.0] * 3), "got [3, 3] losses on the ranks, where this update has trained")
+        check_refused(lambda: loader.mean([1.0] * (1 + rank)), "got [1, 2] losses on the ranks")
+        check_refused(lambda: loader.mean([]), "got [0, 0] losses on the ranks")
+        assert loader.mean(float(rank)) == 0.25
 
 
 def test_the_batches_of_an_update_need_one_message(tmp_path: Path) -> None:
