@@ -334,7 +334,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         pytest.importorskip(package)
         if (package, ranks) not in known:
             known[package, ranks] = None  # in case it fails
-            known[package, ranks] = told(job, tmp_path_factory.mktemp(package), package, ranks, size=ranks)
+            known[package, ranks] = told(job, tmp_path_factory.mktemp(package), package, ranks, size=ranks, limit=280)
         assert known[package, ranks] is not None, "the job has failed in the test before"
         return known[package, ranks]
 
