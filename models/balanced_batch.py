@@ -40,6 +40,8 @@ class BalancedBatch:
     """The ranks that average gradients; None: all."""
     cost: float = 0.0
     """Of this rank's samples: their number, or what ``lengths`` count."""
+    ends_update: bool = True
+    """True if the optimizer steps after this batch."""
 
 
 _NO_BATCH = BalancedBatch()
@@ -145,6 +147,12 @@ def batch_of_rows(rows: Tensor) -> BalancedBatch:
     if len(owners) > 1:
         owners = _owners_in_graph(rows) or owners
     return _one_of(owners, "rows that no balanced network computed")
+
+
+def share_of_mean(value: Tensor) -> Tensor:
+    """Return a rank's mean loss times its share of the batch: the mean of that over the ranks is over all samples."""
+    batch = batch_of_rows(value)
+    return value * batch.share if batch.samples and batch.share else torch.zeros_like(value)
 
 
 def _one_of(owners: Iterable[BatchesOfNetworks], what: str) -> BalancedBatch:

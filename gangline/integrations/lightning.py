@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
 from gangline.kvstore.reducer.waits import waiting_for_ranks
-from gangline.models.balanced_batch import batch_of_rows
+from gangline.models.balanced_batch import batch_of_rows, share_of_mean
 from gangline.models.data.loaders import copy_loader
 from gangline.models.loss.gather_rows import gather_rows
 
@@ -57,6 +57,7 @@ class Balance(Callback):
         """Balanced train loader of the current fit."""
         self._process: Any = None
         self._gather: Any = None
+        self._reduce: Any = None
         self._batches: Any = None  # what Lightning iterates
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -76,9 +77,10 @@ class Balance(Callback):
             )
         check_sizes(self._options, trainer.world_size)
         strategy = trainer.strategy
-        self._process, self._gather = strategy.process_dataloader, strategy.all_gather
+        self._process, self._gather, self._reduce = strategy.process_dataloader, strategy.all_gather, strategy.reduce
         strategy.process_dataloader = partial(self._processed, trainer)
         strategy.all_gather = partial(self._gathered, trainer)
+        strategy.reduce = self._reduced
 
     def _gathered(self, trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather as Lightning does; during training shares of unequal size, which cannot be stacked: [1, rows, ...]."""
@@ -90,6 +92,15 @@ class Balance(Callback):
                 with nullcontext() if sync_grads else torch.no_grad():
                     return gather_rows(tensor, group).unsqueeze(0)
         return self._gather(tensor, group, sync_grads)
+
+    def _reduced(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as Lightning does; the mean of a loss that a training step logs is over all samples."""
+        if isinstance(tensor, Tensor) and not tensor.dim() and reduce_op in (None, "mean", "avg"):
+            if not tensor.is_floating_point():
+                tensor = tensor.double()  # Lightning rounds the mean of numbers of samples down
+            elif self.loader is not None and self.loader.current is not None:
+                tensor = share_of_mean(tensor)
+        return self._reduce(tensor, group, reduce_op)
 
     def _processed(self, trainer: Trainer, loader: Any) -> Any:
         loader = self._process(loader)
@@ -113,16 +124,22 @@ class Balance(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Use the weight of the batch that is trained now, which is not always the last one that was read."""
-        del trainer, pl_module, batch, batch_idx
+        del pl_module, batch, batch_idx
+        if self.loader is not None and trainer._results is not None:
+            trained = self.loader.next_weight()
+            trainer._results.batch_size = round(trained.counted[trainer.global_rank])  # of what is logged
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Forget the batch, so that means over an epoch have no weight of it."""
         if self.loader is not None:
-            self.loader.next_weight()
+            self.loader.current = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the strategy and close the loader."""
         del pl_module, stage
         if self._process is not None:
             trainer.strategy.process_dataloader, self._process = self._process, None
-            trainer.strategy.all_gather = self._gather
+            trainer.strategy.all_gather, trainer.strategy.reduce = self._gather, self._reduce
         if self.loader is not None:
             self.loader.close()
         self.loader = None

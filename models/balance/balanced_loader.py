@@ -23,6 +23,7 @@ from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
+    SampleOrder,
     ShareSampler,
     check_global_batch,
     order_of,
@@ -59,6 +60,7 @@ class BalancedLoader:
     """
 
     _trains_as_read = True  # the loop trains each batch before it asks for the next
+    _weighs_updates = True  # means with ``count`` are over all batches of an update
 
     def __init__(
         self,
@@ -102,9 +104,11 @@ class BalancedLoader:
                 samples and is cut by cost: each rank gets samples of similar length. ``loads`` and ``memory`` are then
                 of cost, not of samples.
             padding: True if the loader pads each share to its longest sample, which then costs as much as all others.
-            accumulate: global batches of one update of the weights, which are sorted together by ``lengths``; None:
-                those of accelerate for its loaders, without ``count`` of a mean; else 1. With
-                loss_reduction="normalized" each step has a part of equal cost, else as many samples as before.
+            accumulate: global batches of one update of the weights, which are read together. Means with ``count`` are
+                then over all that the update counts, in a loop that divides each loss by ``accumulate`` as usual. With
+                ``lengths`` they are sorted together; with loss_reduction="normalized" each then has a part of equal
+                cost, else as many samples as before. None: accelerate's for its loaders with ``lengths``, without
+                ``count`` of a mean; else 1.
             pool: form batches of similar lengths from so many global batches, in random order; 1: keep the order.
             budget: with stream="own" and ``lengths``, cost of a global batch: each rank fills its part of it.
 
@@ -132,6 +136,7 @@ class BalancedLoader:
         def check() -> tuple[dict[str, Any], int, int | None, dict[str, Any]]:
             """Check the arguments; return settings that must be equal on all ranks, prefetched batches, steps, data."""
             nonlocal given, order, caps, outer, loader, arrangement
+            is_sum = loss_reduction == "sum"
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
             given = checked_loads(loads, size)
@@ -152,6 +157,11 @@ class BalancedLoader:
                 is_kept = outer is None or lengths is None or stream == "own" or (count and loss_reduction == "mean")
                 together = 1 if is_kept else accumulated_steps()
             by_parts = loss_reduction == "normalized"
+            if accumulate not in (None, 1) and lengths is None and not by_parts and (count is None or is_sum):
+                raise ValueError(
+                    f"accumulate is {accumulate}; expected lengths, by which the samples of an update are sorted, or "
+                    "count of a mean, which is then over all batches of an update; else accumulate=1"
+                )
             arrangement = arrangement_of(lengths, loader, stream, padding, together, pool, budget, by_parts=by_parts)
             settings = {
                 **settings_of(loader),
@@ -184,7 +194,8 @@ class BalancedLoader:
             keep_freed_memory()
         limited = devices[0] if devices and memory == "auto" else None
         # The DataLoader prefetches batches, and accelerate reads one more.
-        horizon = max(aheads) + 1 + (outer is not None)
+        together = int(settings[0]["accumulate"])
+        horizon = max(aheads) + together + (outer is not None)
         self._balance = RankBalance(
             rank,
             given,
@@ -211,7 +222,7 @@ class BalancedLoader:
             if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in of_orders else max(of_orders)
             self._sized = order
-            self._source = ShareSampler(order, self._balance, rank, max(aheads), arrangement)
+            self._source = ShareSampler(order, self._balance, rank, max(aheads) + together - 1, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
@@ -235,7 +246,12 @@ class BalancedLoader:
             ReplicaCheck(networks),
             loss_reduction=loss_reduction,
             smallest=self.global_batch if self._drops else 1,
+            accumulate=together,
+            weighs_updates=self._weighs_updates and together > 1 and count is not None and loss_reduction == "mean",
         )
+        self._update: list[BalancedBatch] = []  # its batches that were trained
+        self._is_ramped = False  # global_batch was set
+        self._cuts_anew = False  # the rest of the epoch, because global_batch was set
         _open.add(self._lockstep)
         self.epoch = 0
         """Number of the current epoch, or of the next one between epochs."""
@@ -261,19 +277,32 @@ class BalancedLoader:
         return [] if self._batch is None else list(self._batch.counts)
 
     @property
+    def ends_update(self) -> bool:
+        """True if the current batch is the last one of its update (``accumulate``)."""
+        return self._batch is not None and self._batch.ends_update
+
+    @property
     def global_batch(self) -> int:
-        """Samples of all ranks in a step; all ranks may set another number between two epochs."""
+        """Samples of all ranks in a step.
+
+        All ranks may set another number, which holds from the next update of the weights on. Within an epoch it cannot
+        be set if a sampler of the user's own draws the samples, ``accumulate`` or ``pool`` join batches, or accelerate,
+        transformers or Lightning read batches ahead.
+        """
         return self._global_batch
 
     @global_batch.setter
     def global_batch(self, samples: int) -> None:
         check_global_batch(samples, self._exchange.size, 1)
-        if self._lockstep.is_open or (self._joins_batches and self._skip):
+        is_within = self._lockstep.is_open
+        is_read_ahead = isinstance(self._sized, RankOrder) or self._outer is not self._steps or not self._trains_as_read
+        if (is_within and is_read_ahead) or (self._joins_batches and (is_within or self._skip)):
             raise RuntimeError(f"global_batch is set to {samples} within an epoch; expected this between two epochs")
         if self._caps is not None:
             checked_caps(self._caps, self._exchange.size, samples)
         self._sized.resize(samples)
-        self._global_batch = samples
+        self._global_batch, self._is_ramped = samples, True
+        self._cuts_anew = is_within and isinstance(self._sized, SampleOrder)
         self._lockstep.smallest = samples if self._drops else 1
 
     @property
@@ -333,7 +362,8 @@ class BalancedLoader:
         self._consumed = starts[0]["skip"]
         timer = self._balance.timer
         self._was_left = True  # until its end
-        batches = iter(self._outer)
+        self._cuts_anew = False
+        batches: Any = iter(self._outer)
         try:
             while (batch := next(batches, _END)) is not _END:
                 self._begin_batch(self._steps.read.popleft())
@@ -348,6 +378,10 @@ class BalancedLoader:
                     timer.pause()
                 if self._outer is not self._steps and not self._lockstep.go_on():  # accelerate has read one ahead
                     break
+                if self._cuts_anew and self.ends_update:
+                    self._cuts_anew = False
+                    batches.close()
+                    batches = iter(self._outer)
         finally:
             self._watch.stop()
             if self._iterations == iteration:
@@ -407,6 +441,44 @@ class BalancedLoader:
         whole, is_sum = self._batch if self._trains_as_read else None, self._loss_reduction == "sum"
         return MicroBatches(self._trained, whole, batch, samples, self._balance.minimum, self._count, is_sum=is_sum)
 
+    def mean(self, losses: float | Tensor | Sequence[float | Tensor]) -> float:
+        """Return the mean of a loss over all samples of all ranks, or over all that ``count`` counts. Collective.
+
+            losses.append(loss.detach())
+            if loader.ends_update:
+                print(loader.mean(losses))
+                losses.clear()
+
+        Args:
+            losses: this rank's loss of the current batch, as it is reduced over the share, one number; or those of the
+                last batches of the update, the current one last.
+
+        Raises:
+            ValueError: on all ranks, if a loss is not one number, the ranks have different numbers of losses or more
+                than batches of this update, or loss_reduction is "normalized", since the loop then divides its loss.
+        """
+        if self._loss_reduction == "normalized":
+            raise ValueError('mean() weights losses, but loss_reduction is "normalized"; expected "mean" or "sum"')
+        given = list(losses) if isinstance(losses, Sequence) else [losses]
+        batches = self._update[len(self._update) - len(given) :]
+        is_right = 0 < len(given) <= len(self._update)
+        shapes = [tuple(loss.shape) for loss in given if isinstance(loss, Tensor) and loss.numel() != 1]
+        rank, is_sum, own = self._exchange.rank, self._loss_reduction == "sum", 0.0
+        for loss, batch in zip(given, batches, strict=False) if is_right and not shapes else ():
+            if batch.samples and batch.counted[rank]:  # else it is a mean over nothing
+                own += float(loss) * (1.0 if is_sum else batch.counted[rank])
+        rows = self._exchange.gather([own, len(given), bool(shapes)])
+        lengths = [int(length) for _, length, _ in rows]
+        if shapes or any(row[2] for row in rows):
+            shown = f"a tensor of shape {shapes[0]}" if shapes else "a tensor of several numbers on another rank"
+            raise ValueError(f"mean() got {shown}; expected one number for each batch")
+        if not is_right or len(set(lengths)) > 1:
+            raise ValueError(
+                f"mean() got {lengths} losses on the ranks, where this update has trained {len(self._update)} batches; "
+                "expected the loss of the current batch, or a list of those of the update's last batches"
+            )
+        return sum(row[0] for row in rows) / (sum(sum(batch.counted) for batch in batches) or 1.0)
+
     def _begin_batch(self, batch: BalancedBatch) -> None:
         self._balance.begin_batch(batch.cost, batch.samples)
         self._first = batch.number + 1
@@ -420,6 +492,9 @@ class BalancedLoader:
 
     def _begin_training(self, batch: BalancedBatch) -> None:
         """Begin the batch that the loop trains next."""
+        if self._update and self._update[-1].ends_update:
+            self._update = []
+        self._update.append(batch)
         self._trained.begin(batch)
 
     def _end_batch(self) -> None:
@@ -434,11 +509,14 @@ class BalancedLoader:
             "seed": self._seed,
             "batch": self._first,
             "global_batch": self.global_batch,
+            "is_ramped": self._is_ramped,
             "split": self._balance.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was called: the next epoch skips the samples that were handed out.
+
+        A `global_batch` that was set is set again.
 
         Raises:
             ValueError: if it is not what `state_dict` returned.
@@ -447,6 +525,8 @@ class BalancedLoader:
             raise ValueError(
                 f"the state has no {', '.join(missing)}; expected what state_dict() of a balanced loader returned"
             )
+        if state.get("is_ramped"):
+            self.global_batch = state["global_batch"]
         saved, present = state.get("global_batch", self.global_batch), self.global_batch
         if self._joins_batches and state["samples"] and saved != present:
             raise ValueError(

@@ -174,4 +174,4 @@ class IterableBatches:
             if not total and repeated is None:
                 raise self._has_no_samples()
             repeated = samples.cut(batch, 0, self._balance.minimum) if total else repeated
-            yield Piece(total, batch if total else repeated, cost=total)
+            yield Piece(total, batch if total else repeated, self._size, total)

@@ -6,12 +6,13 @@ import math
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from itertools import count
+from itertools import chain, count, takewhile
 from typing import Any, Literal
 
 from torch import Tensor
@@ -54,7 +55,8 @@ class Signal(IntEnum):
     EPOCH = 0
     """It begins an epoch."""
     BATCH = 1
-    """It has read the next batch: samples, what they count, `Piece.whole`, `ReplicaCheck.number` and `Measured`."""
+    """It has read the batches of the next update: `ReplicaCheck.number`, `Measured`, and of each batch its samples,
+    what they count, and `Piece.whole`."""
     UNREAD = 2
     """It could not read the next batch."""
     NEXT = 3
@@ -74,12 +76,15 @@ class Signal(IntEnum):
 
 
 _IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
-_ROW = 5 + len(Measured._fields)  # numbers in a message
+_HEAD, _PER_BATCH = 2 + len(Measured._fields), 3  # numbers of a message, and those for each batch of an update
 _Rows = Sequence[Sequence[float]]
 
 
 class Lockstep:
     """Messages that keep ranks in step: one when the loop asks for a batch, and one while its gradient is reduced.
+
+    The batches of an update are read, and their counts exchanged, before its first one. The others need no message if
+    gradients are not tracked, so that no step can be skipped.
 
     All ranks send the same number of messages. A message announces its rank's next action, and every rank derives the
     same decision from all ranks' messages.
@@ -95,11 +100,16 @@ class Lockstep:
         *,
         loss_reduction: LossReduction,
         smallest: int,
+        accumulate: int = 1,
+        weighs_updates: bool = False,
     ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
-        ``count`` None: samples. A global batch of fewer than ``smallest`` samples ends the epoch.
+        ``count`` None: samples. A global batch of fewer than ``smallest`` samples ends the epoch. An update has
+        ``accumulate`` batches; with ``weighs_updates`` the mean of their gradients is over what all of them count.
         """
+        self._accumulate, self._weighs_updates = accumulate, weighs_updates
+        self._row = _HEAD + _PER_BATCH * accumulate
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
         self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
@@ -127,76 +137,103 @@ class Lockstep:
     ) -> Iterator[tuple[BalancedBatch, Any]]:
         """Return the global batches of an epoch with this rank's data. Collective.
 
-        A batch is read, and the ranks exchange its counts, when the loop asks for it, because the ranks have just
-        synchronized to reduce gradients. The epoch ends when no rank has a sample, or one stops or leaves it.
+        The batches of an update are read, and the ranks exchange their counts, when the loop asks for the first one,
+        because the ranks have just synchronized to reduce gradients. The epoch ends when no rank has a sample, or one
+        stops or leaves it.
 
         Args:
             pieces: this rank's batches; at its end a rank stops, or continues with pieces of 0 samples.
-            read_ahead: gets from other ranks what the next piece needs. Collective.
+            read_ahead: gets from other ranks what a piece of the next update needs. Collective.
             first: number of the first global batch.
         """
         self.is_open = True
         try:
-            for number in count(first):
-                following = self._next(pieces, number)
-                if following is None:
+            for number in count(first, self._accumulate):
+                update = self._next_update(pieces, number)
+                is_last = len(update) < self._accumulate
+                for _ in range(0 if is_last else self._accumulate):
+                    read_ahead()
+                waits = self._reduction is not None and bool(update)  # a rank may skip each of the batches
+                while update:
+                    yield update.popleft()
+                    if waits and (update or is_last) and not self.go_on():
+                        return
+                if is_last:
+                    self.is_open = False
                     return
-                read_ahead()
-                yield following
         except Exception:  # of any type, from the data or from another rank; raised again below
             self.is_open = False  # on all ranks
             raise
 
-    def _next(self, pieces: Iterator[Piece], number: int) -> tuple[BalancedBatch, Any] | None:
-        """Read a batch and exchange its counts; None: the epoch has ended."""
+    def _next_update(self, pieces: Iterator[Piece], first: int) -> deque[tuple[BalancedBatch, Any]]:
+        """Read the batches of an update and exchange their counts; if they are too few, the epoch ends with them."""
         if self.is_stopping:
             self._ask(Signal.STOP)
-            return None
-        piece, error = Piece(0, None), None
+            return deque()
+        read: list[Piece] = []
+        error = None
         row: tuple[float, ...] = (Signal.UNREAD,)
         try:
-            piece = next(pieces, piece)
-            counted, update = _counted(self._count, piece), self._replicas.number()
-            row = (Signal.BATCH, piece.samples, counted, piece.whole, update, *self._balance.measured())
+            read = [next(pieces, Piece(0, None)) for _ in range(self._accumulate)]
+            numbers = [(piece.samples, _counted(self._count, piece), piece.whole) for piece in read]
+            row = (Signal.BATCH, self._replicas.number(), *self._balance.measured(), *chain.from_iterable(numbers))
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
         rows = self._ask(*row)
         if rows is None:
-            return None
+            return deque()
         if any(row[0] == Signal.UNREAD for row in rows):
             try:
-                self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {number}")
+                self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {first}")
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
-        check_updates([row[4] for row in rows], number)
-        for rank, (_, _, counted, whole, *_) in enumerate(rows):
-            if not (0 <= counted < math.inf):
+        check_updates([row[1] for row in rows], first)
+        of_batches = [
+            self._counts(number, [row[begin : begin + _PER_BATCH] for row in rows])
+            for number, begin in enumerate(range(_HEAD, self._row, _PER_BATCH), first)
+        ]
+        total = max(piece.total or float(sum(samples)) for piece, (samples, _) in zip(read, of_batches, strict=True))
+        self._balance.receive(first, [Measured(*row[2:_HEAD]) for row in rows], total)
+        complete = list(takewhile(lambda each: sum(each[0]) >= self.smallest, of_batches))
+        last = first + len(complete) - 1
+        of_update = sum(sum(counted) for _, counted in complete) / (len(complete) or 1) if self._weighs_updates else 0.0
+        return deque(
+            (replace(self._weighted(number, *counts, piece.cost, of_update), ends_update=number == last), piece.batch)
+            for number, (piece, counts) in enumerate(zip(read, complete, strict=False), first)
+        )
+
+    def _counts(self, number: int, rows: _Rows) -> tuple[list[int], list[float]]:
+        """Return the samples of all ranks in a global batch, and what they count; raise if these are wrong."""
+        for rank, (_, divisor, whole) in enumerate(rows):
+            if not (0 <= divisor < math.inf):
                 raise ValueError(
-                    f"count= returned {counted} on rank {rank} for global batch {number}; expected a number, 0 or more"
+                    f"count= returned {divisor} on rank {rank} for global batch {number}; expected a number, 0 or more"
                 )
-            if whole != rows[0][3]:
+            if whole != rows[0][2]:
                 raise RuntimeError(
                     f"rank {rank} read other samples than rank 0 for global batch {number}; expected the same data "
-                    'set, and with stream="same" the same order of samples (the same seed of shuffles), on all ranks'
+                    'set, the same global_batch, and with stream="same" the same order of samples (the same seed of '
+                    "shuffles), on all ranks"
                 )
-        counts, divisors = [int(row[1]) for row in rows], [row[2] for row in rows]
-        self._balance.receive(number, [Measured(*row[5:]) for row in rows], piece.total or float(sum(counts)))
+        samples, counted = [int(row[0]) for row in rows], [row[1] for row in rows]
         if self._count is None:
             is_mean = self._loss_reduction == "mean"
-            divisors = self._rows_of_samples(number, counts, divisors) if is_mean else list(map(float, counts))
-        if sum(counts) < self.smallest:
-            self.is_open = False
-            return None
-        return self._weighted(number, counts, divisors, piece.cost), piece.batch
+            counted = self._rows_of_samples(number, samples, counted) if is_mean else list(map(float, samples))
+        return samples, counted
 
-    def _weighted(self, number: int, counts: list[int], counted: list[float], cost: float) -> BalancedBatch:
-        """Return a global batch with the weight of this rank's part."""
+    def _weighted(
+        self, number: int, counts: list[int], counted: list[float], cost: float, of_update: float
+    ) -> BalancedBatch:
+        """Return a global batch with the weight of this rank's part.
+
+        ``of_update`` is the mean of what the batches of the update count, 0: they do not matter.
+        """
         size, rank = self._exchange.size, self._exchange.rank
         samples = counts[rank]
         if self._loss_reduction == "sum":
             share = float(size) if samples else 0.0
         else:
-            share = counted[rank] * size / (sum(counted) or 1.0)
+            share = counted[rank] * size / (of_update or sum(counted) or 1.0)
         weight = share or (NOTHING_COUNTS if samples else 0.0)
         return BalancedBatch(
             number,
@@ -262,7 +299,7 @@ class Lockstep:
             owed = None
         self.is_open = False
         with suppress(RuntimeError):  # of processes that have ended
-            work, rows = self._exchange.start_gather(_row(signal))
+            work, rows = self._exchange.start_gather(self._padded(signal))
             if owed is not None and owed.has_trained:
                 owed.enter_forward()
             if owed is None and signal is not Signal.FAILED:
@@ -279,8 +316,12 @@ class Lockstep:
         if self._reduction is not None and any(row[0] == Signal.REDUCED for row in rows):
             self._reduction.complete()
 
+    def _padded(self, *numbers: float) -> list[float]:
+        """Return a message: all have the same length."""
+        return [*numbers, *[0.0] * (self._row - len(numbers))]
+
     def _gather(self, signal: float, *numbers: float) -> _Rows:
-        return self._exchange.gather(_row(signal, *numbers))
+        return self._exchange.gather(self._padded(signal, *numbers))
 
     def _ask(self, signal: float, *numbers: float) -> _Rows | None:
         """Exchange what the ranks do next; None: the epoch ends."""
@@ -356,7 +397,7 @@ class Lockstep:
         counted = batch.counted
         left = sum(counted) - sum(counted[rank] for rank in skipped)
         is_exact = Signal.LOST not in signals and not any(row[1] for row in rows if row[0] in _IN_STEP)
-        is_exact = is_exact and all(signal in _IN_STEP for signal in signals) and reduction.is_exact
+        is_exact &= all(signal in _IN_STEP for signal in signals) and reduction.is_exact and not self._weighs_updates
         if is_exact and left > 0:
             reduction.multiply(sum(counted) / left if self._loss_reduction == "mean" else 1.0)
         else:
@@ -378,11 +419,6 @@ class Lockstep:
             "loader.stop() on any rank ends it on all",
             stacklevel=2,
         )
-
-
-def _row(*numbers: float) -> list[float]:
-    """Return a message: all have the same length."""
-    return [*numbers, *[0.0] * (_ROW - len(numbers))]
 
 
 def _counted(count: Count | None, piece: Piece) -> float:

@@ -6,7 +6,6 @@ import logging
 import math
 import weakref
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,9 +51,9 @@ class _Split(NamedTuple):
 class RankBalance:
     """Decides which part of a global batch each rank gets; all ranks make the same decision.
 
-    Each message about the next batch carries what its rank measured since the one before (`measured`); `receive` takes
-    those of all ranks. Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that no
-    rank has drawn.
+    Each message about the next batches carries what its rank measured since the one before (`measured`); `receive`
+    takes those of all ranks. Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that
+    no rank has drawn.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class RankBalance:
         self._splits: list[_Split] = []  # ascending
         self.set_loads(loads, None)
         self._measurements = Measurements()
-        self._cost, self._samples = 0.0, 0  # of this rank's share of the current batch
-        self._recent: deque[tuple[float, float]] | None = deque(maxlen=_COMPARED) if by_cost and not rank else None
+        self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message
+        self._recent: list[tuple[float, float]] | None = [] if by_cost and not rank else None
         self._largest = 0.0  # of this rank's shares
         self._limit = 0.0  # what fits into this rank's memory
         self._full = 0.0  # cost of the largest global batch
@@ -145,7 +144,7 @@ class RankBalance:
 
     def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
-        self._cost, self._samples = cost, samples
+        self._cost, self._samples = self._cost + cost, self._samples + samples
         self._largest = max(self._largest, cost)
 
     def begin_epoch(self) -> None:
@@ -157,16 +156,16 @@ class RankBalance:
         """Do not count the current batch."""
         if self.timer is not None:
             self.timer.take()
-        self._cost = 0.0
+        self._cost, self._samples = 0.0, 0
 
     def measured(self) -> Measured:
-        """End the current batch; return what all ranks must know of this one since the last call."""
+        """End the batches begun since the last call; return what all ranks must know of this one."""
         if self.timer is None:
             return Measured()
         time = self.timer.take()
         if time is not None and self._cost:
             self._measurements.add([self._cost, self._samples], [time])
-        self._cost = 0.0
+        self._cost, self._samples = 0.0, 0
         seconds = cost = 0.0
         for (cost_of_batch, samples), (took,) in self._measurements.take():
             if took:
@@ -182,9 +181,11 @@ class RankBalance:
         if self._recent is None:
             return
         self._recent.append((seconds_per_cost, seconds_per_sample))
+        if len(self._recent) < _COMPARED:
+            return
         by_cost, by_samples = (np.std(column) / np.mean(column) for column in zip(*self._recent, strict=True))
-        if len(self._recent) == _COMPARED and by_cost > _CLEARLY * by_samples:
-            self._recent = None
+        self._recent = [] if by_cost <= _CLEARLY * by_samples else None
+        if self._recent is None:
             with log_to_stderr():
                 _log.info(
                     "balance: step times follow the number of samples more than lengths= (seconds per unit of length "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from gangline.models.balanced_batch import batch_of_rows
+from gangline.models.balanced_batch import batch_of_rows, share_of_mean
 from gangline.models.data.loaders import copy_loader
 
 _loaders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -85,13 +85,16 @@ def read_unequal(
 ) -> Callable[[], None]:
     """Replace the batches of a prepared loader by ``batches`` of unequal numbers of rows; return the inverse function.
 
-    Until then accelerate gathers tensors of different numbers of rows, without the repeated samples of weight 0. In the
+    Until then accelerate gathers tensors of different numbers of rows, without the repeated samples of weight 0, and
+    the mean of a loss over the ranks, as by ``accelerator.reduce(loss, "mean")``, is that over all samples. In the
     context of ``waiting`` this rank waits for others.
     """
+    from accelerate import accelerator
     from accelerate.state import GradientState
     from accelerate.utils import operations
 
     plain = inspect.unwrap(operations._gpu_gather)  # by this name accelerate's gather and gather_for_metrics call it
+    plain_reduce = inspect.unwrap(accelerator.reduce)  # type: ignore[attr-defined, unused-ignore]
     _loaders.add(loader)
     loader.base_dataloader = batches
 
@@ -114,10 +117,23 @@ def read_unequal(
         with waiting():
             return operations.recursively_apply(gather_one, tensors, error_on_other_type=True)
 
+    def weighted(tensor: torch.Tensor) -> torch.Tensor:
+        is_loss = not tensor.dim() and tensor.is_floating_point() and GradientState().active_dataloader in _loaders
+        return share_of_mean(tensor) if is_loss else tensor
+
+    @functools.wraps(plain_reduce)
+    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        with waiting():
+            if reduction == "mean":
+                tensor = operations.recursively_apply(weighted, tensor, error_on_other_type=True)
+            return plain_reduce(tensor, reduction, scale)
+
     def restore() -> None:
         _loaders.discard(loader)
         if not _loaders:
             operations._gpu_gather = plain
+            accelerator.reduce = plain_reduce  # type: ignore[attr-defined, unused-ignore]
 
     operations._gpu_gather = gather
+    accelerator.reduce = reduce  # type: ignore[attr-defined, unused-ignore]
     return restore

@@ -169,8 +169,8 @@ def arrangement_of(
     for name, value in {"accumulate": accumulate, "pool": pool}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
-        if value > 1 and (lengths is None or stream == "own"):
-            raise ValueError(f"{name} is {value}; expected lengths of samples that all ranks read, or {name}=1")
+    if pool > 1 and (lengths is None or stream == "own"):
+        raise ValueError(f"pool is {pool}; expected lengths of samples that all ranks read, or pool=1")
     if (budget is not None) != (stream == "own" and lengths is not None) or not (budget is None or budget > 0):
         raise ValueError(
             f'budget is {budget!r}; with stream="own" and lengths, expected the cost of a global batch, such as its '
@@ -184,7 +184,8 @@ def arrangement_of(
             'lambda sample: len(sample["input_ids"]), and a torch DataLoader with a batch_size'
         )
     checked = Lengths(lengths, None if stream is not None else length_of(loader.dataset), padding=padding)
-    return Arrangement(checked, accumulate, by_parts=by_parts and accumulate > 1, pool=pool)
+    together = 1 if stream == "own" else accumulate
+    return Arrangement(checked, together, by_parts=by_parts and together > 1, pool=pool)
 
 
 class Update(NamedTuple):

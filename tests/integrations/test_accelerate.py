@@ -28,9 +28,12 @@ def gathers(folder: str) -> list[Any]:
         for (x,) in loader:
             own = x[: loader.samples].flatten().tolist()
             found.append([accelerator.gather_for_metrics(x).flatten().tolist(), own])
+            loss = x.mean() if loader.samples else torch.tensor(torch.nan)
+            found[-1].append(accelerator.reduce({"loss": loss}, "mean")["loss"].item())
             for (y,) in whole:
                 found[-1].append(len(accelerator.gather(y)))  # an evaluation has no repeated samples
         found.append(len(accelerator.gather(torch.zeros(2 + accelerator.process_index))))
+        assert accelerator.reduce(torch.tensor(1.0 + accelerator.process_index), "mean") == 1.5
     assert operations._gpu_gather is plain
     return found
 
@@ -39,8 +42,9 @@ def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: 
     pytest.importorskip("accelerate")
     batches = [list(range(1, 13)), list(range(13, 25)), [25]]
     for ends, found in zip(([9, 9, 1], [0, 0, 0]), told(gathers, tmp_path), strict=True):
-        for batch, end, (rows, own, size) in zip(batches, ends, found[:-1], strict=True):
+        for batch, end, (rows, own, mean, size) in zip(batches, ends, found[:-1], strict=True):
             assert rows == batch
+            assert mean == sum(batch) / len(batch)
             assert own == (batch[:end] if ends[0] else batch[9:])
             assert size == 26
         assert found[-1] == 5

@@ -34,7 +34,11 @@ def gathers(folder: str) -> list[Any]:
             rows = self.all_gather(batch[0])
             found.append([list(rows.shape[:1]), rows.flatten().tolist()])
             assert len(self.all_gather(torch.tensor(1.0))) == 2
+            self.log("mean", batch[0].mean(), sync_dist=True, on_step=True, on_epoch=True)
             return self.all_gather(self.layer(batch[0]), sync_grads=True).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            found[-1].append(self.trainer.callback_metrics["mean_step"].item())
 
         def validation_step(self, batch: Any, _: int) -> None:
             assert self.all_gather(batch[0]).shape == (2, 2, 1)
@@ -51,20 +55,22 @@ def gathers(folder: str) -> list[Any]:
     network = Network()
     trainer.fit(network, DataLoader(numbers, 4), DataLoader(TensorDataset(torch.ones(4, 1)), 2))
     assert "all_gather" not in vars(trainer.strategy) or trainer.strategy.all_gather.__name__ == "all_gather"
-    return [*found, network.layer.weight.item()]
+    return [*found, trainer.callback_metrics["mean_epoch"].item(), network.layer.weight.item()]
 
 
 def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: Path) -> None:
     first, second = told(gathers, tmp_path)
     assert first == second
-    *steps, trained = first
+    *steps, mean_of_epoch, trained = first
+    assert mean_of_epoch == pytest.approx(9)
     weight = 1.0
-    for shape, batch in steps:
+    for shape, batch, mean in steps:
         assert shape == [1]
+        assert mean == pytest.approx(sum(batch) / len(batch))
         weight -= 0.001 * 2 * weight * sum(x * x for x in batch) / len(batch)
     assert trained == pytest.approx(weight)
-    assert [len(batch) for _, batch in steps] == [8, 8, 1]
-    assert sorted(x for _, batch in steps for x in batch) == list(range(1, 18))
+    assert [len(batch) for _, batch, _ in steps] == [8, 8, 1]
+    assert sorted(x for _, batch, _ in steps for x in batch) == list(range(1, 18))
 
 
 def test_wrong_options_are_errors_of_the_callback() -> None:

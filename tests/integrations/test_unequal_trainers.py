@@ -153,7 +153,15 @@ def of_transformers(
     return distance(trained.state_dict(), alone.state_dict())
 
 
-# accelerate and Lightning: losses are means of the batches' means over samples
+# accelerate and Lightning: losses are means of the batches' means over samples, or over the tokens of an update
+
+
+def valid(batch: dict[str, Tensor]) -> Tensor:
+    return batch["labels"][:, 1:].ne(-100).sum()
+
+
+def mean_of(losses: Tensor, batch: dict[str, Tensor], loss: str) -> Tensor:
+    return losses.sum() / valid(batch).clamp(min=1) if loss == "counted" else losses.sum(1).mean()
 
 
 class Net(nn.Module):
@@ -176,7 +184,7 @@ def distance_from_one_process(trained: nn.Module, texts: Texts, steps: int, loss
     optimizer = sgd(alone)
     for update in updates_of(texts.read, steps):
         batches = [padded([texts[number] for number in batch]) for batch in update]
-        items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
+        items = sum(int(valid(batch)) for batch in batches) / (len(update) / steps if loss == "counted" else 1)
         for batch in batches:
             losses = alone(batch)
             (losses.sum() / items if loss else losses.sum(1).mean() / steps).backward()
@@ -197,14 +205,14 @@ def of_accelerate(folder: str, arguments: dict[str, Any], options: dict[str, Any
     with gangline.balance(model, prepared, lengths=LENGTHS, **options) as loader:
         for _ in range(2):
             batches = iter(loader)
-            if not loss:
+            if loss != "tokens":
                 for batch in batches:
                     with accelerator.accumulate(model):
-                        accelerator.backward(model(batch).sum(1).mean())
+                        accelerator.backward(mean_of(model(batch), batch, loss))
                         optimizer.step()
                         optimizer.zero_grad()
             while update := list(islice(batches, steps)):
-                own = sum(batch["labels"][:, 1:].ne(-100).sum() for batch in update)
+                own = sum(map(valid, update))
                 scale = steps * accelerator.num_processes / accelerator.gather(own).sum().double()
                 for batch in update:
                     with nullcontext() if batch is update[-1] else model.no_sync():
@@ -214,13 +222,13 @@ def of_accelerate(folder: str, arguments: dict[str, Any], options: dict[str, Any
     return distance_from_one_process(net, texts, steps, loss)
 
 
-def of_lightning(folder: str, arguments: dict[str, Any], options: dict[str, Any]) -> float:
-    network, texts = lightning_module(), Texts()
+def of_lightning(folder: str, arguments: dict[str, Any], options: dict[str, Any], loss: str = "") -> float:
+    network, texts = lightning_module(loss), Texts()
     fit_by_lightning(folder, network, DataLoader(texts, BATCH, shuffle=True, collate_fn=padded), arguments, options)
-    return distance_from_one_process(network.net, texts, arguments["accumulate_grad_batches"])
+    return distance_from_one_process(network.net, texts, arguments["accumulate_grad_batches"], loss)
 
 
-def lightning_module() -> Any:
+def lightning_module(loss: str = "") -> Any:
     import lightning.pytorch as pl
 
     class Network(pl.LightningModule):
@@ -229,7 +237,7 @@ def lightning_module() -> Any:
             self.net = Net()
 
         def training_step(self, batch: Any, _: int) -> Tensor:
-            return self.net(batch).sum(1).mean()
+            return mean_of(self.net(batch), batch, loss)
 
         def configure_optimizers(self) -> Any:
             return sgd(self)
@@ -281,6 +289,11 @@ CASES |= {
     "transformers three ranks": case("transformers", 2, [3, 1, 1], ranks=3, model="neox", loss="float64"),
     "accelerate tokens 1": case("accelerate", 1, [3, 1], loss="tokens", loss_reduction="normalized"),
     "accelerate tokens 4": case("accelerate", 4, [3, 1], loss="tokens", loss_reduction="normalized"),
+    **{
+        f"{package} tokens of updates, {loads}": case(package, 4, loads, loss="counted", count=valid, accumulate=4)
+        for package in ("accelerate", "lightning")
+        for loads in ([1, 1], [3, 1])
+    },
 }
 TRAIN: dict[str, Callable[..., float]] = {
     "transformers": of_transformers, "accelerate": of_accelerate, "lightning": of_lightning,
@@ -321,7 +334,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         pytest.importorskip(package)
         if (package, ranks) not in known:
             known[package, ranks] = None  # in case it fails
-            known[package, ranks] = told(job, tmp_path_factory.mktemp(package), package, ranks, size=ranks)
+            known[package, ranks] = told(job, tmp_path_factory.mktemp(package), package, ranks, size=ranks, limit=280)
         assert known[package, ranks] is not None, "the job has failed in the test before"
         return known[package, ranks]
 

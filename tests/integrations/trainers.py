@@ -14,10 +14,10 @@ from gangline.launcher.job import free_ports
 from tests.collectives.processes import Processes, Rank, join_group
 
 
-def told(job: Callable[..., Any], tmp_path: Path, *arguments: Any, size: int = 2) -> list[Any]:
+def told(job: Callable[..., Any], tmp_path: Path, *arguments: Any, size: int = 2, limit: float = 100) -> list[Any]:
     """Run ``job(folder, *arguments)`` as ranks that accelerate finds in its environment; return what each returns."""
     place = (job.__module__, job.__name__, str(tmp_path), free_ports(1)[0])
-    with Processes(run_rank, size, *place, *arguments, limit=100) as processes:
+    with Processes(run_rank, size, *place, *arguments, limit=limit) as processes:
         return processes.all_heard()
 
 

@@ -135,16 +135,91 @@ def ramp(comm: Communicator, path: str) -> None:
     check_refused(lambda: set_to(1), "global_batch is 1;", "at least one sample for each of 2 ranks")
     check_refused(lambda: set_to(16), "memory is [6, 4], together 10 samples")
     check_refused(lambda: set_to(6 + comm.rank), "global batch is 6 on rank 0, but 7 on rank 1")
-    set_to(6)
-    for _ in loader:
-        check_refused(lambda: set_to(8), "global_batch is set to 8 within an epoch")
     loader = balanced(DataLoader(torch.arange(32), batch_sampler=cut(everything, 3)))
     check_refused(lambda: set_to(8), "the sampler decides the size of batches")
+    ramp_within_an_epoch(comm.rank)
     dist.destroy_process_group()
 
 
-def test_another_global_batch_takes_effect_in_the_next_epoch(tmp_path: Path) -> None:
+def ramp_within_an_epoch(rank: int) -> None:
+    numbers, wanted = torch.arange(32), [8, 8, 12, 4]
+    parts = Stream(range(rank, 32, 2), int)
+
+    def sizes(loader: gangline.BalancedLoader, samples: int = 12, stop: int = 0) -> list[int]:
+        found = []
+        for number, _ in enumerate(loader, 1):
+            found.append(sum(loader.shares))
+            if number == 2:
+                loader.global_batch = samples
+            if number == stop:
+                break
+        return found
+
+    shuffled = DataLoader(numbers, batch_size=4, shuffle=True)
+    for loader in (
+        balanced(shuffled),
+        balanced(DataLoader(numbers, batch_size=4, num_workers=2, shuffle=True, persistent_workers=True)),
+        balanced(DataLoader(Stream(range(32), int), batch_size=4), stream="same"),
+        balanced(DataLoader(parts, batch_size=4), [1, 1], stream="own"),
+        balanced(DataLoader(parts, batch_size=4), [1, 1], stream="own", accumulate=2, count=len),
+    ):
+        assert sizes(loader)[:3] == wanted[:3]
+        assert sorted(flat(epoch_of(loader))) == list(range(32))
+        loader.close()
+    loader = balanced(shuffled)
+    assert sizes(loader, stop=3) == [8, 8, 12]
+    state, loader = loader.state_dict(), balanced(shuffled)
+    loader.load_state_dict(state)
+    assert [sum(loader.shares) for _ in loader] == [4]
+    assert [sum(loader.shares) for _ in loader] == [12, 12, 8]
+    check_refused(lambda: sizes(balanced(shuffled), 12 + 4 * rank), "the same global_batch")
+    ones: dict[str, Any] = {"lengths": [1] * 32, "pool": 2}
+    for refused in (balanced(shuffled, **ones), balanced(DataLoader(numbers, batch_size=4, sampler=range(32)))):
+        check_refused(lambda: sizes(refused), "global_batch is set to 12 within an epoch")  # noqa: B023
+
+
+def test_another_global_batch_takes_effect_with_the_next_batch_of_all_ranks(tmp_path: Path) -> None:
     spawn(ramp, 2, str(tmp_path / "store"), threads=1)
+
+
+def messages(comm: Communicator, path: str) -> dict[str, int]:
+    join(comm, path)
+    found = {}
+    for name, steps, options in (
+        ("of batches", 1, {"loss_reduction": "normalized"}),
+        ("of updates", 4, {"loss_reduction": "normalized"}),
+        ("of updates in parts", 4, {"loss_reduction": "normalized", "lengths": range(64)}),
+    ):
+        loader = balanced(DataLoader(torch.arange(64), batch_size=4), accumulate=steps, **options)
+        gather, sent = loader._exchange.gather, []
+        loader._exchange.gather = lambda numbers: (sent.append(numbers), gather(numbers))[1]  # type: ignore[method-assign]  # noqa: B023
+        assert len(list(loader)) == 8
+        found[name] = len(sent)
+        if name == "of batches":
+            check_refused(lambda: loader.mean(1.0), 'loss_reduction is "normalized"; expected "mean"')  # noqa: B023
+        loader.close()
+    wrong_losses(comm.rank)
+    dist.destroy_process_group()
+    return found
+
+
+def wrong_losses(rank: int) -> None:
+    loader = balanced(DataLoader(torch.arange(32), batch_size=4), accumulate=2, count=len)
+    check_refused(lambda: loader.mean(1.0), "got [1, 1] losses on the ranks, where this update has trained 0 batches")
+    for _ in loader:
+        check_refused(lambda: loader.mean(torch.ones(2)), "mean() got a tensor of shape (2,); expected one number")
+        check_refused(lambda: loader.mean(torch.ones(2 - rank)), "mean() got a tensor of ", "expected one number")
+        check_refused(lambda: loader.mean([1.0] * 3), "got [3, 3] losses on the ranks, where this update has trained")
+        check_refused(lambda: loader.mean([1.0] * (1 + rank)), "got [1, 2] losses on the ranks")
+        check_refused(lambda: loader.mean([]), "got [0, 0] losses on the ranks")
+        assert loader.mean(float(rank)) == 0.25
+
+
+def test_the_batches_of_an_update_need_one_message(tmp_path: Path) -> None:
+    """One when the epoch begins and two at its start's agreement, then one for each update, and one at the end."""
+    counts = spawn(messages, 2, str(tmp_path / "store"), threads=1)[0]
+    assert counts["of batches"] - counts["of updates"] == 6
+    assert counts["of updates"] == counts["of updates in parts"]
 
 
 class Line(nn.Module):
