@@ -17,7 +17,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gangline.kvstore.nan_check import not_finite
-from gangline.models.balance.gradient_weights import Reduction, ReplicaCheck, check_updates
+from gangline.kvstore.replica_check import ReplicaCheck
+from gangline.models.balance.gradient_weights import Reduction
 from gangline.models.balance.rank_balance import Measured, RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch
@@ -52,9 +53,9 @@ class Signal(IntEnum):
     """Next step of a rank: the first number of its messages."""
 
     EPOCH = 0
-    """It begins an epoch."""
+    """It begins an epoch: `ReplicaCheck.weights` follows."""
     BATCH = 1
-    """It has read the next batch: samples, what they count, `Piece.whole`, `ReplicaCheck.number` and `Measured`."""
+    """It has read the next batch: samples, what they count, `Piece.whole`, `ReplicaCheck.updates`, `Measured`."""
     UNREAD = 2
     """It could not read the next batch."""
     NEXT = 3
@@ -74,7 +75,7 @@ class Signal(IntEnum):
 
 
 _IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
-_ROW = 5 + len(Measured._fields)  # numbers in a message
+_ROW = 6 + len(Measured._fields)  # numbers in a message
 _Rows = Sequence[Sequence[float]]
 
 
@@ -115,12 +116,13 @@ class Lockstep:
         if reduction is not None:
             reduction.listener = weakref.ref(self)
 
-    def begin_epoch(self) -> None:
-        """Synchronize with the other ranks before an epoch. Collective."""
+    def begin_epoch(self, first: int) -> None:
+        """Synchronize with the other ranks before an epoch, whose first global batch has this number. Collective."""
         self.leave()
         self._batch = None
         self.was_left = self.is_stopping = self._is_left = False
-        self._ask(Signal.EPOCH)
+        if (rows := self._ask(Signal.EPOCH, self._replicas.weights())) is not None:
+            self._replicas.compare_weights([row[1] for row in rows], f"balance: before global batch {first}")
 
     def batches(
         self, pieces: Iterator[Piece], read_ahead: Callable[[], None], first: int
@@ -156,8 +158,8 @@ class Lockstep:
         row: tuple[float, ...] = (Signal.UNREAD,)
         try:
             piece = next(pieces, piece)
-            counted, update = _counted(self._count, piece), self._replicas.number()
-            row = (Signal.BATCH, piece.samples, counted, piece.whole, update, *self._balance.measured())
+            counted, updates = _counted(self._count, piece), self._replicas.updates()
+            row = (Signal.BATCH, piece.samples, counted, piece.whole, *updates, *self._balance.measured())
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
         rows = self._ask(*row)
@@ -168,7 +170,7 @@ class Lockstep:
                 self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {number}")
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
-        check_updates([row[4] for row in rows], number)
+        self._replicas.compare_updates([row[4:6] for row in rows], f"balance: before global batch {number}")
         for rank, (_, _, counted, whole, *_) in enumerate(rows):
             if not (0 <= counted < math.inf):
                 raise ValueError(
@@ -180,7 +182,7 @@ class Lockstep:
                     'set, and with stream="same" the same order of samples (the same seed of shuffles), on all ranks'
                 )
         counts, divisors = [int(row[1]) for row in rows], [row[2] for row in rows]
-        self._balance.receive(number, [Measured(*row[5:]) for row in rows], piece.total or float(sum(counts)))
+        self._balance.receive(number, [Measured(*row[6:]) for row in rows], piece.total or float(sum(counts)))
         if self._count is None:
             is_mean = self._loss_reduction == "mean"
             divisors = self._rows_of_samples(number, counts, divisors) if is_mean else list(map(float, counts))
