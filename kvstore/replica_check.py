@@ -30,8 +30,8 @@ _REASONS = (
     f"steps in a hook within backward; each rank adds noise of its own; {_WRITTEN}"
 )
 _REASONS_OF_STORES = (
-    "so the replicas drift apart. Likely reasons: an optimizer of torch steps beside gangline's, or in a hook within "
-    f"backward; {_WRITTEN}"
+    "so the replicas drift apart. Likely reasons: the ranks have begun with unlike weights; an optimizer of torch steps "
+    f"beside gangline's, or in a hook within backward; {_WRITTEN}"
 )
 AllGather = Callable[[Any], Sequence[Any]]
 """Returns every rank's plain data."""
@@ -93,7 +93,7 @@ class ReplicaCheck:
     An update is the difference of some values of each parameter to those at the last compared step.
     """
 
-    def __init__(self, chosen: Callable[[], Mapping[str, Tensor]], all_gather: AllGather) -> None:
+    def __init__(self, chosen: Callable[[], dict[str, Tensor]], all_gather: AllGather) -> None:
         """Add a hook to all optimizers; it goes with this object.
 
         ``chosen`` returns the parameters that are equal on all ranks.
@@ -109,7 +109,7 @@ class ReplicaCheck:
         """Note whether the optimizer has updated a compared parameter."""
         if not self._has_stepped:
             stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._has_stepped = any(id(parameter) in self._known for parameter in stepped)
+            self._has_stepped = any(id(parameter) in self._ids for parameter in stepped)
             self._has_trained |= self._has_stepped
 
     def updates(self) -> tuple[float, float]:
@@ -119,9 +119,9 @@ class ReplicaCheck:
         self._has_stepped = False
         if not due:
             return math.nan, math.nan
-        known, before = self._known, self._values
+        ids, before = self._ids, self._values
         self._read()
-        if [*known] != [*self._known] or before.shape != self._values.shape:
+        if ids != self._ids or before.shape != self._values.shape:
             return math.nan, math.nan
         self._changes = self._values - before
         return _measured(self._changes)
@@ -130,9 +130,8 @@ class ReplicaCheck:
         """Raise MismatchError, on all ranks, if their `updates` differ; ``where`` begins its text."""
         if not _differ(rows):
             return
-        names = [name for name, _ in self._known.values()]
-        parts = torch.split(self._changes, [size for _, size in self._known.values()])
-        found = self._all_gather([[name, *_measured(part)] for name, part in zip(names, parts, strict=True)])
+        parts = torch.split(self._changes, self._sizes)
+        found = self._all_gather([[name, *_measured(part)] for name, part in zip(self._known, parts, strict=True)])
         name = _first_parameter(found, lambda entries: _differ([entry[1:] for entry in entries]))
         odd = _of_odd({rank: row[0] for rank, row in enumerate(rows)}, _TOLERANCE * max(row[1] for row in rows))
         shown = ", ".join(f"{row[0]:.3g}" for row in rows)
@@ -142,22 +141,27 @@ class ReplicaCheck:
         )
 
     def weights(self) -> float:
-        """Return `number_of_weights`; 0 before the first step of an optimizer."""
+        """Return `number_of_weights`; 0 before the first step of an optimizer. New parameters are left out once."""
         if not self._has_trained or threading.get_ident() != self._thread:
             return 0.0
-        return number_of_weights(self._chosen().values())
+        chosen = self._chosen()
+        self._compared = {name: one for name, one in chosen.items() if id(one) in self._ids}
+        if len(self._compared) < len(chosen):
+            self._read()
+        _wait_for_gpus(self._compared.values())
+        return number_of_weights(self._compared.values())
 
     def compare_weights(self, numbers: Sequence[float], where: str) -> None:
         """Raise MismatchError, on all ranks, if their weights differ; see `compare_weights`."""
-        compare_weights(numbers, self._chosen, self._all_gather, where, _REASONS)
+        compare_weights(numbers, lambda: self._compared, self._all_gather, where, _REASONS)
 
     def _read(self) -> None:
-        chosen = self._chosen()
-        _wait_for_gpus(chosen.values())
-        values = [one.detach().reshape(-1)[:: max(1, one.numel() // _VALUES)] for one in chosen.values()]
-        # by parameter, in order: its name, and the number of its values
-        self._known = {id(one): (name, len(own)) for (name, one), own in zip(chosen.items(), values, strict=True)}
-        joined = [torch.cat([one for one in values if one.device == device]) for device in {v.device for v in values}]
+        self._known = self._chosen()
+        self._ids = frozenset(map(id, self._known.values()))
+        _wait_for_gpus(self._known.values())
+        values = [one.detach().reshape(-1)[:: max(1, one.numel() // _VALUES)] for one in self._known.values()]
+        self._sizes = [*map(len, values)]
+        joined = [torch.cat([one for one in values if one.device == device]) for device in _devices(values)]
         if len(joined) > 1:
             joined = [torch.cat([one.cpu() for one in values])]
         self._values = joined[0].cpu().double() if joined else torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -180,10 +184,8 @@ def octets_of(tensor: Tensor) -> Tensor:
 
 def _sums_of_bits(tensors: Iterable[Tensor]) -> list[int]:
     """Return the sum of the 8-byte words of each tensor, modulo 2 ** 64."""
-    given = [*tensors]
-    _wait_for_gpus(given)
     sums = []
-    for octets in map(octets_of, given):
+    for octets in map(octets_of, tensors):
         whole = octets.numel() // 8 * 8
         total = octets[:whole].view(torch.int64).sum()
         sums.append(total if whole == octets.numel() else total + octets[whole:].sum())
