@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from hashlib import blake2b
 from operator import or_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from gangline.kvstore.replica_check import compare_weights, number_of_weights
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
+Replicas = tuple[str, Mapping[Any, torch.Tensor]]
+"""Beginning of the error if the ranks' weights differ, and this rank's, by name; see `compare_weights`."""
+NO_REPLICAS: Replicas = "", {}
 _HEADER = struct.Struct("<dddq64s")  # weight, rate, number of weights, 8 * digest + _ON_GPU + one of the next, keys:
 _JOINED, _PLAIN, _UNEVEN, _REFUSED = range(4)
 _ON_GPU = 4
@@ -49,15 +52,6 @@ class Negotiation:
     """True if NCCL takes the tensors of all ranks."""
     plan: Any = None
     """Description of the call for ranks that have joined, so that they can take part; None if none has."""
-
-
-class Replicas(NamedTuple):
-    """Weights of which each rank has a replica."""
-
-    weights: Mapping[Any, torch.Tensor]
-    """By name."""
-    where: str
-    """When they are compared: beginning of the text of the error."""
 
 
 class Negotiator:
@@ -165,7 +159,7 @@ class Negotiator:
         dense: int | None = -1,
         learning_rate: float = math.nan,
         tensors: Sequence[torch.Tensor] = (),
-        replicas: Replicas | None = None,
+        replicas: Replicas = NO_REPLICAS,
     ) -> Negotiation:
         """Check that all workers make the same call, and exchange the data that it needs.
 
@@ -176,7 +170,7 @@ class Negotiator:
             dense: keys that this worker has a dense value for, as in `Negotiation`.
             learning_rate: that of rank 0, or one that this rank has set; else NaN.
             tensors: what the call reduces or copies, for `Negotiation.on_gpus`.
-            replicas: weights to be compared with those of the other ranks; None: none.
+            replicas: weights to be compared with those of the other ranks.
 
         Raises:
             MismatchError: if a worker makes another call or has refused this one, or has other weights; the same text
@@ -187,7 +181,7 @@ class Negotiator:
         if self._communicator.uses_nccl(tensors):
             code += _ON_GPU
         keys = _UNKNOWN if dense is None else max(dense, 0)
-        number = number_of_weights(replicas.weights.values()) if replicas else 0.0
+        number = number_of_weights(replicas[1].values())
         header = _HEADER.pack(weight, learning_rate, number, code, keys.to_bytes(64, "little"))
         negotiation = self._gather_headers(header, call, replicas)
         if not any(negotiation.has_joined):
@@ -216,7 +210,7 @@ class Negotiator:
         except _RefusedByAllError:
             raise error from error.__cause__
 
-    def _gather_headers(self, header: bytes, call: str, replicas: Replicas | None = None) -> Negotiation:
+    def _gather_headers(self, header: bytes, call: str, replicas: Replicas = NO_REPLICAS) -> Negotiation:
         failed = self._failed_update
         if failed is not None and error_text(failed) not in call:  # else it is refused for this reason already
             header, call = _HEADER.pack(0.0, math.nan, 0.0, _REFUSED, b""), refusal(call, failed)
@@ -230,8 +224,7 @@ class Negotiator:
             self._had_joined = [False] * self.size  # joined ranks raise the error too
             error = _disagreement(self._gather_plain(call), kinds)
             raise failed if failed is not None and isinstance(error, _RefusedByAllError) else error
-        weights, where = replicas or ({}, call)
-        compare_weights([row[2] for row in rows], lambda: weights, self._gather_plain, where)
+        compare_weights([row[2] for row in rows], replicas[1], self._gather_plain, replicas[0])
         sent = (rank for rank, (_, rate, *_) in enumerate(rows) if kinds[rank] != _JOINED and not math.isnan(rate))
         rate_of = next(sent, 0)
         dense = reduce(or_, (int.from_bytes(keys, "little") for *_, keys in rows))

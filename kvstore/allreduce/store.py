@@ -18,7 +18,7 @@ from gangline.collectives import environments
 from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work, nesting
-from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator, Replicas
+from gangline.kvstore.allreduce.negotiation import NO_REPLICAS, Negotiation, Negotiator, Replicas
 from gangline.kvstore.allreduce.owners import Owners, Run
 from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
 from gangline.kvstore.arguments import (
@@ -234,16 +234,11 @@ class AllReduceStore(LocalStore):
 
         number = self._fused.index(bucket)
         call = f"{_kind(weight)} of bucket {number} of {bucket.keys}"
-        negotiation, own = self._prepare(call, {"bucket": number}, part, weight, bucket)
+        negotiation, own = self._prepare(call, {"bucket": number}, part, weight)
         self._reduce_and_update(negotiation, own, bucket, is_mean=weight is not None)
 
     def _prepare(
-        self,
-        call: str,
-        plan: Mapping[str, Any],
-        prepare: Callable[[], BucketPart],
-        weight: float | None,
-        bucket: Bucket | None = None,
+        self, call: str, plan: Mapping[str, Any], prepare: Callable[[], BucketPart], weight: float | None
     ) -> tuple[Negotiation, BucketPart]:
         """Return this worker's part, and the negotiation in which all ranks have accepted theirs."""
         try:
@@ -255,18 +250,18 @@ class AllReduceStore(LocalStore):
         plan = {**plan, "is_mean": weight is not None}
         tensors = () if part.flat is None else (part.flat,)
         group = self._groups.of(part.keys[0]) if part.keys else None
-        own, replicas = 1.0 if weight is None else weight, self._replicas_of(bucket, group)
+        own, replicas = 1.0 if weight is None else weight, self._replicas_of(plan, group)
         return self._negotiate(call, plan, own, part.dense, tensors, group, replicas), part
 
-    def _replicas_of(self, bucket: Bucket | None, group: OptimizerGroup | None) -> Replicas | None:
+    def _replicas_of(self, plan: Mapping[str, Any], group: OptimizerGroup | None) -> Replicas:
         """Return the weights of a fused bucket, if this push compares them with those of the other workers."""
+        bucket = self._fused[plan["bucket"]] if "bucket" in plan else None
         if bucket is None or not is_due(number := self._pushes[bucket], self._check_interval):
-            return None
-        if group is not None:
-            weights = self._flats[bucket].views(self._flats[bucket].stored)
-        else:
+            return NO_REPLICAS
+        weights = self._flats[bucket].views(self._flats[bucket].stored)
+        if group is None:
             weights = {key: one.data for key in bucket.keys if (one := self.outside.get(key)) is not None}
-        return Replicas(weights, f"before push {number} of a bucket")
+        return f"before push {number} of a bucket", weights
 
     def _check_part(self, part: BucketPart) -> None:
         optimizer = self._optimizer_of(part.keys[0]) if part.keys else None
@@ -611,7 +606,7 @@ class AllReduceStore(LocalStore):
         dense: int | None = -1,
         tensors: Sequence[torch.Tensor] = (),
         group: OptimizerGroup | None = None,
-        replicas: Replicas | None = None,
+        replicas: Replicas = NO_REPLICAS,
     ) -> Negotiation:
         rate = math.nan if group is None else self._rate(group)
         return self._workers.negotiate(

@@ -448,8 +448,7 @@ class Epochs:
         # All workers now know the stop requests of this epoch.
         received = workers.all_gather([report, number_of_weights(weights.values())], "end of epoch")
         reports, numbers = zip(*received, strict=True)
-        gather = partial(workers.all_gather, name="replica check")
-        compare_weights(numbers, lambda: weights, gather, f"after epoch {epoch}")
+        compare_weights(numbers, weights, partial(workers.all_gather, name="weights"), f"after epoch {epoch}")
         if workers.count > 1:
             module.worker_balance.log_epoch(epoch, reports)
         self._call(after, epoch)  # after validation, because they save its result
