@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -18,11 +18,15 @@ from gangline.collectives.errors import GanglineError, MismatchError, name_ranks
 from gangline.kvstore.group.remote_errors import differing, error_text, refusal, refused
 from gangline.kvstore.group.serialization import pack, unpack
 from gangline.kvstore.group.worker_group import WorkerGroup
+from gangline.kvstore.replica_check import compare_weights, number_of_weights
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
 
-_HEADER = struct.Struct("<ddq64s")  # weight, learning rate, 8 * digest of the call + _ON_GPU + one of the next, keys:
+Replicas = tuple[str, Mapping[Any, torch.Tensor]]
+"""Beginning of the error if the ranks' weights differ, and this rank's, by name; see `compare_weights`."""
+NO_REPLICAS: Replicas = "", {}
+_HEADER = struct.Struct("<dddq64s")  # weight, rate, number of weights, 8 * digest + _ON_GPU + one of the next, keys:
 _JOINED, _PLAIN, _UNEVEN, _REFUSED = range(4)
 _ON_GPU = 4
 MOST_KEYS = 511
@@ -53,7 +57,7 @@ class Negotiation:
 class Negotiator:
     """The communicator of a job's workers, and the negotiations before its collectives.
 
-    `negotiate` costs one all-gather of 88 bytes per worker. If the calls differ, or a rank refuses its arguments, all
+    `negotiate` costs one all-gather of 96 bytes per worker. If the calls differ, or a rank refuses its arguments, all
     ranks raise the same error, no tensor has changed, and later calls work. An error of the communicator itself
     is final: every later call raises it again.
     """
@@ -155,6 +159,7 @@ class Negotiator:
         dense: int | None = -1,
         learning_rate: float = math.nan,
         tensors: Sequence[torch.Tensor] = (),
+        replicas: Replicas = NO_REPLICAS,
     ) -> Negotiation:
         """Check that all workers make the same call, and exchange the data that it needs.
 
@@ -165,17 +170,20 @@ class Negotiator:
             dense: keys that this worker has a dense value for, as in `Negotiation`.
             learning_rate: that of rank 0, or one that this rank has set; else NaN.
             tensors: what the call reduces or copies, for `Negotiation.on_gpus`.
+            replicas: weights to be compared with those of the other ranks.
 
         Raises:
-            MismatchError: if a worker makes another call or has refused this one; the same text on all ranks.
+            MismatchError: if a worker makes another call or has refused this one, or has other weights; the same text
+                on all ranks.
         """
         digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "little")
         code = digest * 8 + (_PLAIN if dense == -1 else _UNEVEN)
         if self._communicator.uses_nccl(tensors):
             code += _ON_GPU
         keys = _UNKNOWN if dense is None else max(dense, 0)
-        header = _HEADER.pack(weight, learning_rate, code, keys.to_bytes(64, "little"))
-        negotiation = self._gather_headers(header, call)
+        number = number_of_weights(replicas[1].values())
+        header = _HEADER.pack(weight, learning_rate, number, code, keys.to_bytes(64, "little"))
+        negotiation = self._gather_headers(header, call, replicas)
         if not any(negotiation.has_joined):
             return negotiation
         return self._with_plan(negotiation, plan, call)
@@ -186,7 +194,7 @@ class Negotiator:
         Once all ranks have joined, return the rank that joined last, the largest of several at once.
         """
         before = self._had_joined
-        negotiation = self._gather_headers(_HEADER.pack(0.0, learning_rate, _JOINED, b""), "join")
+        negotiation = self._gather_headers(_HEADER.pack(0.0, learning_rate, 0.0, _JOINED, b""), "join")
         if not all(negotiation.has_joined):
             return self._with_plan(negotiation, None, "join")
         self._had_joined = [False] * self.size
@@ -198,24 +206,25 @@ class Negotiator:
         They raise ``error`` itself if all refuse for the same reason, else a MismatchError of the same text.
         """
         try:
-            self._gather_headers(_HEADER.pack(0.0, math.nan, _REFUSED, b""), refusal(call, error))
+            self._gather_headers(_HEADER.pack(0.0, math.nan, 0.0, _REFUSED, b""), refusal(call, error))
         except _RefusedByAllError:
             raise error from error.__cause__
 
-    def _gather_headers(self, header: bytes, call: str) -> Negotiation:
+    def _gather_headers(self, header: bytes, call: str, replicas: Replicas = NO_REPLICAS) -> Negotiation:
         failed = self._failed_update
         if failed is not None and error_text(failed) not in call:  # else it is refused for this reason already
-            header, call = _HEADER.pack(0.0, math.nan, _REFUSED, b""), refusal(call, failed)
+            header, call = _HEADER.pack(0.0, math.nan, 0.0, _REFUSED, b""), refusal(call, failed)
         # As int16, which NCCL lacks: for another dtype the ranks would first agree on whether NCCL moves it.
         table = self.all_gather(torch.frombuffer(bytearray(header), dtype=torch.int16))
         rows = list(_HEADER.iter_unpack(table.numpy().tobytes()))
-        kinds = [code & 3 for _, _, code, _ in rows]
-        digests = {code >> 3 for _, _, code, _ in rows if code & 3 != _JOINED}
+        kinds = [code & 3 for *_, code, _ in rows]
+        digests = {code >> 3 for *_, code, _ in rows if code & 3 != _JOINED}
         self._had_joined = [kind == _JOINED for kind in kinds]
         if _REFUSED in kinds or len(digests) > 1:
             self._had_joined = [False] * self.size  # joined ranks raise the error too
             error = _disagreement(self._gather_plain(call), kinds)
             raise failed if failed is not None and isinstance(error, _RefusedByAllError) else error
+        compare_weights([row[2] for row in rows], replicas[1], self._gather_plain, replicas[0])
         sent = (rank for rank, (_, rate, *_) in enumerate(rows) if kinds[rank] != _JOINED and not math.isnan(rate))
         rate_of = next(sent, 0)
         dense = reduce(or_, (int.from_bytes(keys, "little") for *_, keys in rows))
@@ -225,7 +234,7 @@ class Negotiator:
             dense=-1 if _PLAIN in kinds else None if dense & _UNKNOWN else dense,
             learning_rate=rows[rate_of][1],
             rate_of=rate_of,
-            on_gpus=all(code & _ON_GPU for _, _, code, _ in rows),
+            on_gpus=all(code & _ON_GPU for *_, code, _ in rows),
         )
 
     def _with_plan(self, negotiation: Negotiation, plan: Any, call: str) -> Negotiation:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from gangline.collectives import environments
 from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work, nesting
-from gangline.kvstore.allreduce.negotiation import Negotiation, Negotiator
+from gangline.kvstore.allreduce.negotiation import NO_REPLICAS, Negotiation, Negotiator, Replicas
 from gangline.kvstore.allreduce.owners import Owners, Run
 from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
 from gangline.kvstore.arguments import (
@@ -40,6 +42,7 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.replica_check import check_interval, is_due
 
 if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator
@@ -99,6 +102,10 @@ class AllReduceStore(LocalStore):
         self._workers = Negotiator(communicator or self._owned)  # type: ignore[arg-type]  # one of them is not None
         super().__init__(name, in_order=True)
         self._fused: list[Bucket] = []
+        self._pushes: Counter[Bucket] = Counter()
+        self._check_interval = check_interval() if self.num_workers > 1 else 0
+        self.outside: MutableMapping[Key, torch.Tensor] = weakref.WeakValueDictionary()
+        """Weights outside of the store whose gradients it sums, by key: they must be equal on all workers."""
         self._sets_rate: set[OptimizerGroup] = set()  # set_learning_rate was called here, and no update has used it yet
         self._owners: dict[OptimizerGroup, Owners] = {}  # where state is sharded
         self._wanted_memory: Sequence[float] | str | None = None
@@ -243,7 +250,18 @@ class AllReduceStore(LocalStore):
         plan = {**plan, "is_mean": weight is not None}
         tensors = () if part.flat is None else (part.flat,)
         group = self._groups.of(part.keys[0]) if part.keys else None
-        return self._negotiate(call, plan, 1.0 if weight is None else weight, part.dense, tensors, group), part
+        own, replicas = 1.0 if weight is None else weight, self._replicas_of(plan, group)
+        return self._negotiate(call, plan, own, part.dense, tensors, group, replicas), part
+
+    def _replicas_of(self, plan: Mapping[str, Any], group: OptimizerGroup | None) -> Replicas:
+        """Return the weights of a fused bucket, if this push compares them with those of the other workers."""
+        bucket = self._fused[plan["bucket"]] if "bucket" in plan else None
+        if bucket is None or not is_due(number := self._pushes[bucket], self._check_interval):
+            return NO_REPLICAS
+        weights = self._flats[bucket].views(self._flats[bucket].stored)
+        if group is None:
+            weights = {key: one.data for key in bucket.keys if (one := self.outside.get(key)) is not None}
+        return f"before push {number} of a bucket", weights
 
     def _check_part(self, part: BucketPart) -> None:
         optimizer = self._optimizer_of(part.keys[0]) if part.keys else None
@@ -370,6 +388,7 @@ class AllReduceStore(LocalStore):
 
     def _part_of(self, bucket: Bucket) -> BucketPart:
         """Return this worker's part of a bucket, without values; its buffers are views of one tensor."""
+        self._pushes[bucket] += 1
         flat = self._flats[bucket]
         assert flat.sum is not None
         buffer = flat.views(flat.sum).__getitem__
@@ -587,9 +606,12 @@ class AllReduceStore(LocalStore):
         dense: int | None = -1,
         tensors: Sequence[torch.Tensor] = (),
         group: OptimizerGroup | None = None,
+        replicas: Replicas = NO_REPLICAS,
     ) -> Negotiation:
         rate = math.nan if group is None else self._rate(group)
-        return self._workers.negotiate(call, plan, weight=weight, dense=dense, learning_rate=rate, tensors=tensors)
+        return self._workers.negotiate(
+            call, plan, weight=weight, dense=dense, learning_rate=rate, tensors=tensors, replicas=replicas
+        )
 
     def _rate(self, group: OptimizerGroup) -> float:
         """Return the learning rate to send: rank 0's, or one that was set here since the last update; else NaN."""

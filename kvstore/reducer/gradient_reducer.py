@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.buckets import Slot
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.optimizer.spec import Key
@@ -29,6 +30,8 @@ class GradientReducer(Reducer):
 
     def __init__(self, parameters: Mapping[Key, torch.Tensor], store: KVStore) -> None:
         super().__init__([parameters], store)
+        if isinstance(store, AllReduceStore):
+            store.outside.update(parameters)
         self._keeps_hooks = True  # `begin` is called within a backward, where hooks cannot be added
         self._has_gradients = True
         self._means: dict[Key, torch.Tensor] = {}

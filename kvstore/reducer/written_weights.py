@@ -12,6 +12,7 @@ from gangline.collectives import compiled_core
 from gangline.collectives.engine import host_staging
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.reducer.reducer import Reducer
+from gangline.kvstore.replica_check import octets_of
 
 _CHECKED_STEPS = 3
 """First steps, in which the host waits for GPUs to compare bits."""
@@ -198,22 +199,13 @@ def _lost(what: str) -> str:
     )
 
 
-def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, contiguous and aligned; a copy if they are not."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    octets = tensor.contiguous().view(-1).view(torch.uint8)
-    return octets if octets.storage_offset() % 8 == 0 else octets.clone()
-
-
 def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return sums, int64, that change where values have changed or have changed places.
 
     The core reads a tensor once. Torch reads it twice, to sum 8-byte words by row and by column of a table; it takes 13
     times as long for 4-byte integers.
     """
-    octets = _octets(tensor)
+    octets = octets_of(tensor)
     if octets.is_cpu and compiled_core.core is not None:
         return torch.tensor(compiled_core.core.checksum(octets.data_ptr(), octets.nbytes), device="cpu")
     words = octets[: octets.numel() // 8 * 8].view(torch.int64)
@@ -228,7 +220,7 @@ def _sums_of_rows(table: torch.Tensor, numbers: torch.Tensor | None) -> torch.Te
     """Return two sums of the bits of each of these rows, or of all, shape (rows, 2); one is weighted by position."""
     rows = table.detach() if numbers is None else table.detach()[numbers.to(table.device)]
     width = table.nbytes // max(len(table), 1)
-    octets = _octets(rows).view(len(rows), width)
+    octets = octets_of(rows).view(len(rows), width)
     words = octets.view(torch.int64) if width % 8 == 0 else octets.long()
     position = torch.arange(1, words.shape[1] + 1, device=words.device)
     return torch.stack([words.sum(1), (words * position).sum(1)], 1)

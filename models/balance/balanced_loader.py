@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -20,6 +21,7 @@ from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.reducer.waits import waiting_for_ranks
+from gangline.kvstore.replica_check import ReplicaCheck, check_interval
 from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,
@@ -28,7 +30,7 @@ from gangline.models.balance.global_order import (
     check_global_batch,
     order_of,
 )
-from gangline.models.balance.gradient_weights import GradientWeights, ReplicaCheck, check_not_balanced
+from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, replicated
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
 from gangline.models.balance.micro_batches import MicroBatches
@@ -177,6 +179,7 @@ class BalancedLoader:
                 "accumulate": together,
                 "pool": pool,
                 "budget": budget,
+                "GANGLINE_REPLICA_CHECK": check_interval(),
             }
             settings |= {} if order is None else order.settings
             data = {} if order is None else describe_data(loader)
@@ -243,7 +246,7 @@ class BalancedLoader:
             self._balance,
             None if self._weights is None else self._weights.reduction,
             count,
-            ReplicaCheck(networks),
+            ReplicaCheck(partial(replicated, networks), self._exchange.all_gather),
             loss_reduction=loss_reduction,
             smallest=self.global_batch if self._drops else 1,
             accumulate=together,
@@ -336,7 +339,7 @@ class BalancedLoader:
         iteration = self._iterations
         self.epoch += self._was_left
         self._was_left = False
-        self._lockstep.begin_epoch()
+        self._lockstep.begin_epoch(self._first)
         skip, self._skip = self._skip, 0
         sampler = sampler_of(self._user_loader)
         if self._seed is None:

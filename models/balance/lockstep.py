@@ -18,7 +18,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gangline.kvstore.nan_check import not_finite
-from gangline.models.balance.gradient_weights import Reduction, ReplicaCheck, check_updates
+from gangline.kvstore.replica_check import ReplicaCheck
+from gangline.models.balance.gradient_weights import Reduction
 from gangline.models.balance.rank_balance import Measured, RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch
@@ -53,10 +54,10 @@ class Signal(IntEnum):
     """Next step of a rank: the first number of its messages."""
 
     EPOCH = 0
-    """It begins an epoch."""
+    """It begins an epoch: `ReplicaCheck.weights` follows."""
     BATCH = 1
-    """It has read the batches of the next update: `ReplicaCheck.number`, `Measured`, and of each batch its samples,
-    what they count, and `Piece.whole`."""
+    """It has read the batches of the next update: `ReplicaCheck.updates`, `Measured`, and of each batch its
+    samples, what they count, and `Piece.whole`."""
     UNREAD = 2
     """It could not read the next batch."""
     NEXT = 3
@@ -76,7 +77,7 @@ class Signal(IntEnum):
 
 
 _IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
-_HEAD, _PER_BATCH = 2 + len(Measured._fields), 3  # numbers of a message, and those for each batch of an update
+_HEAD, _PER_BATCH = 3 + len(Measured._fields), 3  # numbers of a message, and those for each batch of an update
 _Rows = Sequence[Sequence[float]]
 
 
@@ -125,12 +126,13 @@ class Lockstep:
         if reduction is not None:
             reduction.listener = weakref.ref(self)
 
-    def begin_epoch(self) -> None:
-        """Synchronize with the other ranks before an epoch. Collective."""
+    def begin_epoch(self, first: int) -> None:
+        """Synchronize with the other ranks before an epoch, whose first global batch has this number. Collective."""
         self.leave()
         self._batch = None
         self.was_left = self.is_stopping = self._is_left = False
-        self._ask(Signal.EPOCH)
+        if (rows := self._ask(Signal.EPOCH, self._replicas.weights())) is not None:
+            self._replicas.compare_weights([row[1] for row in rows], f"balance: before global batch {first}")
 
     def batches(
         self, pieces: Iterator[Piece], read_ahead: Callable[[], None], first: int
@@ -176,7 +178,8 @@ class Lockstep:
         try:
             read = [next(pieces, Piece(0, None)) for _ in range(self._accumulate)]
             numbers = [(piece.samples, _counted(self._count, piece), piece.whole) for piece in read]
-            row = (Signal.BATCH, self._replicas.number(), *self._balance.measured(), *chain.from_iterable(numbers))
+            updates, measured = self._replicas.updates(), self._balance.measured()
+            row = (Signal.BATCH, *updates, *measured, *chain.from_iterable(numbers))
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error = raised
         rows = self._ask(*row)
@@ -187,13 +190,13 @@ class Lockstep:
                 self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {first}")
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
-        check_updates([row[1] for row in rows], first)
+        self._replicas.compare_updates([row[1:3] for row in rows], f"balance: before global batch {first}")
         of_batches = [
             self._counts(number, [row[begin : begin + _PER_BATCH] for row in rows])
             for number, begin in enumerate(range(_HEAD, self._row, _PER_BATCH), first)
         ]
         total = max(piece.total or float(sum(samples)) for piece, (samples, _) in zip(read, of_batches, strict=True))
-        self._balance.receive(first, [Measured(*row[2:_HEAD]) for row in rows], total)
+        self._balance.receive(first, [Measured(*row[3:_HEAD]) for row in rows], total)
         complete = list(takewhile(lambda each: sum(each[0]) >= self.smallest, of_batches))
         last = first + len(complete) - 1
         of_update = sum(sum(counted) for _, counted in complete) / (len(complete) or 1) if self._weighs_updates else 0.0

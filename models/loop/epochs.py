@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ import torch
 
 from gangline.collectives.timeline import recorder
 from gangline.kvstore import KVStore
+from gangline.kvstore.allreduce.store import AllReduceStore
+from gangline.kvstore.replica_check import check_interval, compare_weights, number_of_weights
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import num_samples
@@ -166,6 +169,9 @@ class Epochs:
         on_host = all(replica.context.device_type == "cpu" for replica in self.module.bound.replicas.all)
         self._rise = LossRise(on_host=on_host, batches_per_epoch=self.batches_per_epoch)
         store = self.module.store
+        # Servers hold the weights of other stores, and each worker copies them in each step.
+        in_replicas = isinstance(store, AllReduceStore) and self.module.bound.replicas.divided is None
+        self._compares_weights = in_replicas and check_interval() > 0
         can_restart = store is not None and store.keeps_state
         self._keeps_state = can_restart and not obstacle_to_restarts(self.module, self.train)
         self._divergence: list[Any] | None = None
@@ -438,7 +444,11 @@ class Epochs:
         if self.evaluation is not None and (self.eval_frequency.is_due_at_end(epoch) or ends):
             self._validate(epoch, f"Epoch[{epoch}]")
         check_signals(self.module)
-        reports = workers.all_gather(report, "end of epoch")  # all workers now know the stop requests of this epoch
+        weights = module.bound.replicas.first.parameters if self._compares_weights else {}
+        # All workers now know the stop requests of this epoch.
+        received = workers.all_gather([report, number_of_weights(weights.values())], "end of epoch")
+        reports, numbers = zip(*received, strict=True)
+        compare_weights(numbers, weights, partial(workers.all_gather, name="weights"), f"after epoch {epoch}")
         if workers.count > 1:
             module.worker_balance.log_epoch(epoch, reports)
         self._call(after, epoch)  # after validation, because they save its result

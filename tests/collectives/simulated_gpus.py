@@ -725,6 +725,7 @@ def simulated_gpus(*, nccl: str = "") -> Iterator[None]:
             (torch.cuda, "current_device", _current_device),
             (torch.cuda, "is_current_stream_capturing", _is_capturing),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
+            (torch.cuda, "get_device_name", lambda device: "GPU"),
             (torch.cuda, "is_initialized", lambda: True),
             (torch.cuda, "device_count", lambda: GPUS),
             (torch.cuda, "can_device_access_peer", lambda one, other: True),

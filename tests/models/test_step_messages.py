@@ -363,9 +363,15 @@ def _results(store: str, *arguments: Any) -> list[Result]:
     ],
 )
 def test_waits_and_copies_of_a_workers_step(
-    make: Callable[[nn.Module, KVStore], Step], store: str, nccl: str, waits: int, copies: int
+    make: Callable[[nn.Module, KVStore], Step],
+    store: str,
+    nccl: str,
+    waits: int,
+    copies: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For the only bucket of the network."""
+    monkeypatch.setenv("GANGLINE_REPLICA_CHECK", "0")  # a step that compares replicas waits for one more copy
     network = _network()
     expected = plain_loop(network, [_batch()] * STEPS, **RATE)
     with simulated_gpus(nccl=nccl):
