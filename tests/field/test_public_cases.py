@@ -6,11 +6,13 @@ the mean of w x is 4.5; without weights it would be 5.5.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +109,11 @@ def by_muon(shard: str | None, *, is_weighted: bool = True, with_adamw: bool = T
                 each.step()
         found = optimizer.model_state_dict() if shard == "weights" else network.state_dict()
     return max((float((alone.state_dict()[name] - value).abs().max()) for name, value in found.items()), default=0.0)
+
+
+def test_the_page_of_muon_shows_the_optimizer_of_these_cases() -> None:
+    page = Path(__file__).parents[2] / "docs" / "muon.md"
+    assert inspect.getsource(Together).replace("  # type: ignore[override]", "") in page.read_text()
 
 
 @case([0.0, 0.0])
