@@ -44,7 +44,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     other hosts reach this one.
 
     Raises:
-        ValueError: if a variable is missing, out of range or not a number; the message names it.
+        ValueError: if a variable is missing, out of range or not a number, or the scheduler's host is unknown; the
+            message names it.
     """
     role = environment.get("DMLC_ROLE", "worker")
     if role not in ROLES:
@@ -60,7 +61,13 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     most = (1 << 16) - 1 if role == "worker" and environment.get(ELASTIC) else count - 1  # new workers get new ranks
     rank = _number(environment, name, 0, most) if name in environment else -1
     host = meeting_address(host, environment)
-    interface = local_address(host, environment)
+    try:
+        interface = local_address(host, environment)
+    except OSError as error:
+        raise ValueError(
+            f"DMLC_PS_ROOT_URI is {host!r}, which this host cannot resolve or reach ({error}); expected the "
+            "scheduler's address"
+        ) from error
     descriptor = int(announce) if announce else None
     is_supervised = environment.get("GANGLINE_SUPERVISED") == "1"
     return ServerJob(role, host, port, workers, servers, rank, interface, descriptor, is_supervised)

@@ -286,6 +286,12 @@ CASES |= {
     "transformers batch_rebalance": case(
         "transformers", 2, [3, 1], arguments={"train_sampling_strategy": "batch_rebalance"}
     ),
+    "transformers group_by_length": case(
+        "transformers",
+        2,
+        [3, 1],
+        arguments={"train_sampling_strategy": "group_by_length", "gradient_checkpointing": True},
+    ),
     "transformers three ranks": case("transformers", 2, [3, 1, 1], ranks=3, model="neox", loss="float64"),
     "accelerate tokens 1": case("accelerate", 1, [3, 1], loss="tokens", loss_reduction="normalized"),
     "accelerate tokens 4": case("accelerate", 4, [3, 1], loss="tokens", loss_reduction="normalized"),

@@ -419,7 +419,14 @@ def test_an_address_that_cannot_be_used_is_named(starts: Any, transport: str, mo
     )
 
 
-def test_invalid_variables_are_named(starts: Any) -> None:
-    code, said = ended(starts("scheduler", "-m", "gangline.kvstore.parameter_server.scheduler", DMLC_NUM_WORKER="two"))
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("DMLC_NUM_WORKER", "two", "; expected a whole number, 1 to 65536"),
+        ("DMLC_PS_ROOT_URI", "no-such-host.invalid", ", which this host cannot resolve or reach "),
+    ],
+)
+def test_invalid_variables_are_named(starts: Any, name: str, value: str, expected: str) -> None:
+    code, said = ended(starts("scheduler", "-m", "gangline.kvstore.parameter_server.scheduler", **{name: value}))
     assert code == 1
-    assert "DMLC_NUM_WORKER is 'two'; expected a whole number, 1 to 65536" in said
+    assert f"{name} is {value!r}{expected}" in said
