@@ -138,6 +138,8 @@ def train(engine: str, case: str, loads: list[float]) -> dict[str, Any]:
             sizes, samples = [], loader.samples
             reductions.clear()
             for part in loader.micro_batches(batch, **limit):
+                if engine == "fsdp2" and case == "count":  # which needs less memory
+                    model.set_requires_gradient_sync(True)
                 with CommDebugMode() if engine == "fsdp2" else nullcontext() as seen:
                     loss_of(part, model(part[1]), kind).backward()
                 if isinstance(seen, CommDebugMode):
@@ -187,9 +189,10 @@ def test_parts_have_the_gradient_of_one_process_and_one_reduction(size: int, tmp
         assert max(found[name]["distance"] for found in ranks) < 1e-11, name
         for steps in zip(*(found[name]["sizes"] for found in ranks), strict=True):
             assert len({len(sizes) for sizes in steps}) == 1, name
-        if "fsdp1" not in name:
-            expected = 2 if "two" in name else 1
-            assert all(set(found[name]["reductions"]) == {expected} for found in ranks), name
+        for found in ranks if "fsdp1" not in name else []:
+            once = 2 if "two" in name else 1
+            in_each = [len(sizes) for sizes in found[name]["sizes"]]
+            assert found[name]["reductions"] == (in_each if name == "fsdp2, count" else [once] * len(in_each)), name
     if size == 2:  # shares of 6 and 2, or of 4 and 4, and of 1 and none
         assert [found["ddp, mean"]["sizes"] for found in ranks] == [[[2] * 3] * 2 + [[1]], [[1, 1, 0]] * 2 + [[0]]]
         assert [found["fsdp2, sum"]["sizes"] for found in ranks] == [[[3, 3]] * 2 + [[1]], [[1, 1]] * 2 + [[0]]]
