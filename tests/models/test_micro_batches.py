@@ -168,6 +168,28 @@ def train(engine: str, case: str, loads: list[float]) -> dict[str, Any]:
     return found
 
 
+def accumulated() -> tuple[float, list[bool]]:
+    """Train two batches with means of 4.5 and 12.5 in accelerate's accumulate(); return the weight, and what syncs."""
+    from accelerate import Accelerator
+
+    accelerator, seen = Accelerator(cpu=True), []
+    accelerator.gradient_accumulation_steps = 2
+    net = mlp(1, 1, seed=0)
+    nn.init.zeros_(net[0].weight)
+    numbers: Any = DataLoader(torch.arange(1.0, 17.0).double()[:, None], batch_size=8 // accelerator.num_processes)
+    model, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0), numbers)
+    with gangline.balance(model, data, loads=[3.0, *[1.0] * (accelerator.num_processes - 1)]) as loader:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                for part in loader.micro_batches(batch, 2):
+                    seen.append(model.require_backward_grad_sync and accelerator.sync_gradients)
+                    accelerator.backward(model(part).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.gradient_accumulation_steps = 1
+    return float(net[0].weight), seen
+
+
 def run_cases(comm: Communicator, path: str) -> dict[str, Any]:
     join(comm, path, "gangline")
     names = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.size, "MASTER_PORT": 1}
@@ -177,6 +199,10 @@ def run_cases(comm: Communicator, path: str) -> dict[str, Any]:
         for number, case in enumerate(cases):
             first = 3.0 if not (number + comm.size) % 2 or engine == "ddp" else 1.0
             found[f"{engine}, {case}"] = train(engine, case, [first, *[1.0] * (comm.size - 1)])
+    if comm.size == 2:
+        weight, seen = accumulated()
+        assert weight == pytest.approx(-(4.5 + 12.5) / 2)
+        assert seen == [False] * (len(seen) - 1) + [True]
     dist.destroy_process_group()
     return found
 
