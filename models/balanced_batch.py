@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ class BalancedBatch:
     """The ranks that average gradients; None: all."""
     cost: float = 0.0
     """Of this rank's samples: their number, or what ``lengths`` count."""
+    costs: Sequence[float] | None = None
+    """Of each of this rank's samples, with padding as much as the longest; None without ``lengths``."""
     ends_update: bool = True
     """True if the optimizer steps after this batch."""
 
@@ -74,7 +76,9 @@ class BatchesOfNetworks:
         self._reader = threading.current_thread()  # which began the batch
         self.has_begun = False
         """True if there has been a batch."""
-        self._networks = networks
+        self.parts: Callable[[], Generator[Any] | None] = lambda: None
+        """Returns the iteration over parts of a batch, if there is one."""
+        self.networks = networks
         hook = _CallInForward(self._note_forward)
         self._hooks = [network.register_forward_pre_hook(hook) for network in networks]
         self._remove = weakref.finalize(self, _remove, self._hooks)
@@ -83,7 +87,7 @@ class BatchesOfNetworks:
 
     def bind_layers(self) -> None:
         """Make the layers of the networks ask here for their batch; they may be added between epochs."""
-        _of_layer.update((layer, weakref.ref(self)) for network in self._networks for layer in network.modules())
+        _of_layer.update((layer, weakref.ref(self)) for network in self.networks for layer in network.modules())
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -107,6 +111,11 @@ class BatchesOfNetworks:
         self.handed_out = self._trained = part
         self._is_pending = False
 
+    def end_parts(self) -> None:
+        """End an iteration over parts that the loop has left, but keeps."""
+        if (parts := self.parts()) is not None:
+            parts.close()
+
     def _note_forward(self, *_: object) -> None:
         """Note that a network runs forward; not in a backward, which may run the forward of its batch again."""
         if self.handed_out is None or not torch.is_grad_enabled() or _is_in_backward():
@@ -126,6 +135,11 @@ class BatchesOfNetworks:
         self._with_gradient = self._trained
         self._is_in_step |= self._trained is self.handed_out is not None
         return self._trained
+
+    @property
+    def lacks_backward(self) -> bool:
+        """True if a network has run forward in the current part, of which no gradient has arrived."""
+        return self._is_pending and self._with_gradient is not self._trained
 
     @property
     def current(self) -> BalancedBatch | None:

@@ -263,6 +263,7 @@ class BalancedLoader:
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
         self._seed: int | None = None  # rank 0's; each epoch's shuffle adds the number of the epoch
         self._batch: BalancedBatch | None = None
+        self._returned: Any = None  # data of the current batch
         self.weight = 1.0
         """Factor of this rank's gradient in the current batch."""
         self._iterations = 0
@@ -373,8 +374,12 @@ class BalancedLoader:
                 if timer is not None:
                     timer.start()
                 self._watch.start()
-                yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
-                self._watch.stop()
+                self._returned = batch
+                try:
+                    yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
+                finally:
+                    self._watch.stop()
+                    self._trained.end_parts()
                 if self._iterations != iteration:
                     raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
                 if timer is not None:
@@ -386,7 +391,6 @@ class BalancedLoader:
                     batches.close()
                     batches = iter(self._outer)
         finally:
-            self._watch.stop()
             if self._iterations == iteration:
                 self._lockstep.leave()
         self._end_batch()
@@ -415,34 +419,53 @@ class BalancedLoader:
             RuntimeError: if the network is not in DistributedDataParallel, or has run backward in this batch already.
         """
         error = sys.exception()
+        self._trained.end_parts()
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed forward
         self._lockstep.skip(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
-    def micro_batches(self, batch: Any, samples: int) -> MicroBatches:
-        """Cut this rank's current batch to parts of at most so many samples, equally many on all ranks.
+    def micro_batches(self, batch: Any, max_size: int | None = None, *, max_cost: float | None = None) -> MicroBatches:
+        """Cut this rank's current batch to parts for backward passes, equally many on all ranks. Collective.
 
-            parts = loader.micro_batches(batch, 4)
-            for number, part in enumerate(parts, 1):
-                model.set_requires_gradient_sync(number == len(parts))  # of FSDP2; under DDP: no_sync()
+            for part in loader.micro_batches(batch, 4):
                 loss_function(model(part.images), part.labels).backward()
             optimizer.step()
 
-        The sum of the parts' gradients is that of the batch's loss, without a division in the loop. FSDP2 exchanges
-        weights in each pass, so a rank whose samples are too few repeats some with weight 0.
+        The sum of the parts' gradients is that of the batch's loss, without a division in the loop. They are
+        synchronized in the backward of the last part: DistributedDataParallel, FSDP and accelerate are switched within
+        the loop. A rank with too few samples repeats some with weight 0; `samples`, which is the part's, is 0 then.
+
+        Args:
+            batch: what the loader has returned last, or its values on another device: nested tensors, arrays and lists
+                with one entry for each sample, [samples, ...].
+            max_size: maximum number of samples of a part; parts are nearly equal.
+            max_cost: in its place, maximum of what ``lengths`` count: with padding, the number of samples times the
+                longest of the batch, because a part keeps its padding; without ``lengths``, of what ``count`` counts. A
+                sample that costs more is a part of its own. If BatchNorm needs two samples, so do parts.
 
         Raises:
-            RuntimeError: if there is no current batch.
-            ValueError: if ``samples`` is no number of samples, the batch not the current one, or loss_reduction is
-                "normalized", since the loop itself then weights its loss.
+            RuntimeError: if there is no current batch, or a part has no backward; on all ranks, if some do not call.
+            ValueError: on all ranks, if a maximum is invalid, the batch is not the current one or cannot be cut, or the
+                cost of its rows is not known; if loss_reduction is "normalized", as the loop then weights its loss.
         """
         if self._weights is None:
             raise ValueError(
                 'micro_batches() weights the gradients of its parts, but loss_reduction is "normalized"; expected '
                 '"mean" or "sum"'
             )
-        whole, is_sum = self._batch if self._trains_as_read else None, self._loss_reduction == "sum"
-        return MicroBatches(self._trained, whole, batch, samples, self._balance.minimum, self._count, is_sum=is_sum)
+        self._trained.end_parts()
+        if (whole := self._batch) is None or not self._trains_as_read:
+            raise RuntimeError("micro_batches() has no batch to cut; call it in the loop over this loader")
+        minimum, is_sum = self._balance.minimum, self._loss_reduction == "sum"
+        parts = MicroBatches(self._trained, whole, batch, minimum, self._count, self._begin_part, is_sum=is_sum)
+        with waiting_for_ranks():
+            number = self._lockstep.most_parts(partial(parts.needed, self._returned, max_size, max_cost))
+        parts.cut(number)
+        return parts
+
+    def _begin_part(self, part: BalancedBatch) -> None:
+        self._batch, self.weight = part, part.share
+        self._trained.begin_part(part)
 
     def mean(self, losses: float | Tensor | Sequence[float | Tensor]) -> float:
         """Return the mean of a loss over all samples of all ranks, or over all that ``count`` counts. Collective.
@@ -501,7 +524,7 @@ class BalancedLoader:
         self._trained.begin(batch)
 
     def _end_batch(self) -> None:
-        self._batch = None
+        self._batch = self._returned = None
         self._trained.begin(None)
 
     def state_dict(self) -> dict[str, Any]:

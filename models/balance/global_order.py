@@ -306,4 +306,4 @@ def shares_of(
         counts = [len(places) for places in cut]
         agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
         total = sum(float(costs[places].sum()) for places in cut)
-        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total)
+        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total, lengths.in_batch(costs[own]))

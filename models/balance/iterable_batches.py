@@ -157,7 +157,8 @@ class IterableBatches:
                     break
                 share.append(sample)
                 costs, sample = added, next(samples, _END)
-            yield share, Piece(len(share), None, cost=lengths.cost(costs), total=self._budget)
+            in_batch = lengths.in_batch(costs)
+            yield share, Piece(len(share), None, 0, lengths.cost(costs), self._budget, in_batch)
         while True:
             yield repeated, Piece(0, None)
 

@@ -48,6 +48,8 @@ class Piece:
     """Of the samples that it trains on: their number, or what ``lengths`` count."""
     total: float = 0.0
     """Cost of the global batch, without padding."""
+    costs: Sequence[float] | None = None
+    """`BalancedBatch.costs`."""
 
 
 class Signal(IntEnum):
@@ -74,6 +76,8 @@ class Signal(IntEnum):
     """Its loop ended before the epoch."""
     FAILED = 9
     """An error ends its process or its ``with`` block."""
+    PARTS = 10
+    """It cuts its batch to micro-batches, so many; 0: it could not."""
 
 
 _IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
@@ -201,7 +205,7 @@ class Lockstep:
         last = first + len(complete) - 1
         of_update = sum(sum(counted) for _, counted in complete) / (len(complete) or 1) if self._weighs_updates else 0.0
         return deque(
-            (replace(self._weighted(number, *counts, piece.cost, of_update), ends_update=number == last), piece.batch)
+            (replace(self._weighted(number, *counts, piece, of_update), ends_update=number == last), piece.batch)
             for number, (piece, counts) in enumerate(zip(read, complete, strict=False), first)
         )
 
@@ -225,7 +229,7 @@ class Lockstep:
         return samples, counted
 
     def _weighted(
-        self, number: int, counts: list[int], counted: list[float], cost: float, of_update: float
+        self, number: int, counts: list[int], counted: list[float], piece: Piece, of_update: float
     ) -> BalancedBatch:
         """Return a global batch with the weight of this rank's part.
 
@@ -246,7 +250,8 @@ class Lockstep:
             share,
             1.0 if self._loss_reduction == "normalized" else weight,
             self._exchange.group,
-            cost,
+            piece.cost,
+            piece.costs,
         )
 
     def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:
@@ -272,6 +277,20 @@ class Lockstep:
         self._batch = batch
         if self._reduction is not None:
             self._reduction.begin_batch()
+
+    def most_parts(self, needed: Callable[[], int]) -> int:
+        """Return the largest number of micro-batches that a rank needs. Collective: an error is raised on all ranks."""
+        number, error = 0, None
+        try:
+            number = needed()
+        except Exception as raised:  # noqa: BLE001  raised on all ranks
+            error = raised
+        rows = self._gather(Signal.PARTS, number)
+        self._release(rows)
+        self._checked(rows)
+        if not all(row[1] for row in rows):
+            self._exchange.all_gather_results(partial(_raise, error), "micro_batches()")
+        return int(max(row[1] for row in rows))
 
     def skip(self, *, out_of_memory: bool) -> None:
         """Take part in the current step without a gradient. Collective: the other ranks run backward, or skip too."""
@@ -363,6 +382,12 @@ class Lockstep:
         if Signal.FAILED in signals:
             self.is_open = False
             raise RuntimeError(f"balance: {_listed(signals, Signal.FAILED)} ended with an error{batch}; see its output")
+        if Signal.PARTS in signals and (others := set(signals) - {Signal.PARTS}):
+            self.is_open = False
+            callers, silent = _listed(signals, Signal.PARTS), _listed(signals, *others)
+            raise RuntimeError(
+                f"balance: {callers} called micro_batches(){batch}, {silent} did not; expected the call on all ranks"
+            )
         if Signal.REDUCED in signals and any(signal not in _IN_STEP for signal in signals):
             self.is_open = False
             left, absent = _listed(signals, Signal.LEFT), [s for s in Signal if s not in (*_IN_STEP, Signal.LEFT)]

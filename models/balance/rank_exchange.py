@@ -170,14 +170,17 @@ def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dis
     return group
 
 
+def parameter_groups(unit: FSDPModule) -> list[Any]:
+    """Return the groups of parameters of an FSDP2 unit, from private names of torch."""
+    state: Any = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 def _fsdp_meshes(network: Module) -> list[DeviceMesh]:
-    """Return the meshes over which FSDP2 averages the gradients of a network, from private names of torch."""
-    states: list[Any] = [unit._get_fsdp_state() for unit in network.modules() if isinstance(unit, FSDPModule)]
-    groups = [
-        state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for state in states
-    ]
-    return [one.mesh_info.mesh for several in groups for one in several if one is not None]
+    """Return the meshes over which FSDP2 averages the gradients of a network."""
+    units = [unit for unit in network.modules() if isinstance(unit, FSDPModule)]
+    return [group.mesh_info.mesh for unit in units for group in parameter_groups(unit)]
 
 
 def _ranks_of(mesh: DeviceMesh) -> set[int]:

@@ -104,6 +104,10 @@ class Lengths:
             return 0.0
         return float(costs.max() * len(costs) if self.padding else costs.sum())
 
+    def in_batch(self, costs: Costs) -> list[float]:
+        """Return what each sample costs in a batch of samples of these costs: with padding as much as the longest."""
+        return [float(costs.max())] * len(costs) if self.padding and len(costs) else costs.tolist()
+
 
 @dataclass(frozen=True)
 class Arrangement:

@@ -221,8 +221,9 @@ LENGTHS = torch.tensor([1.0, 5, 2, 8, 3, 3, 7, 1]).double()[:, None]
 def means_over_tokens_of_two_accumulated_batches() -> list[float]:
     """torchtitan#2206; torchtune#1875, #1917; OpenNMT-py#2293: the mean over all tokens, and that of two means."""
     found, data = [], TensorDataset(EIGHT, LENGTHS)
-    both: list[dict[str, Any]] = [{"loss_reduction": "sum"}, {"count": lambda batch: batch[1].sum()}]
-    for options in both:
+    count = {"count": lambda batch: batch[1].sum()}
+    ways: list[dict[str, Any]] = [{"loss_reduction": "sum"}, {**count, "accumulate": 2}, count]
+    for options in ways:
         network = line()
         model = DistributedDataParallel(network)
         for x, lengths in gangline.balance(model, DataLoader(data, 2), loads=[3, 1], **options):

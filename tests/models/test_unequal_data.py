@@ -1,26 +1,22 @@
-"""Data of `gangline.balance` that ranks must agree on; global batches of another size, and their micro-batches."""
+"""Data of `gangline.balance` that ranks must agree on, and global batches of another size."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
 
 import gangline
 from gangline import Communicator, spawn
 from gangline.models.data.same_data import describe_data
 from tests.models.test_unequal_errors import check_refused
-from tests.models.test_unequal_ranks import wrapped
 from tests.models.unequal_jobs import Stream, balanced, cut, epoch_of, flat, join
 
 
@@ -220,70 +216,3 @@ def test_the_batches_of_an_update_need_one_message(tmp_path: Path) -> None:
     counts = spawn(messages, 2, str(tmp_path / "store"), threads=1)[0]
     assert counts["of batches"] - counts["of updates"] == 6
     assert counts["of updates"] == counts["of updates in parts"]
-
-
-class Line(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.w
-
-
-def micro_batches(comm: Communicator, path: str) -> dict[str, Any]:
-    join(comm, path, "gangline")
-    numbers = torch.arange(1.0, 18.0, dtype=torch.float64)[:, None]
-    found: dict[str, Any] = {}
-    for engine in ("ddp", "fsdp2"):
-        for name, options in OPTIONS.items():
-            model: Any = wrapped(engine, Line())
-            loader = gangline.balance(model, DataLoader(numbers, batch_size=4), loads=[3, 1], **options)
-            gradients, sizes = [], []
-            for batch in loader:
-                model.zero_grad()
-                parts = loader.micro_batches(batch, 2)
-                for number, part in enumerate(parts, 1):
-                    is_last = number == len(parts)
-                    if isinstance(model, FSDPModule):
-                        model.set_requires_gradient_sync(is_last)
-                    with model.no_sync() if engine == "ddp" and not is_last else nullcontext():
-                        counts = part % 3 > 0 if name == "count" else torch.ones_like(part)
-                        loss = (model(part) * counts).sum()
-                        (loss if name == "sum" else loss / counts.sum()).backward()
-                    sizes.append(len(part))
-                gradient = model.module.w.grad if engine == "ddp" else model.w.grad.full_tensor()
-                gradients.append(gradient.item())
-            found[f"{engine} {name}"] = gradients
-            found.setdefault("sizes", sizes)
-            loader.close()
-    loader = balanced(DataLoader(numbers, batch_size=4))
-    check_refused(lambda: loader.micro_batches(numbers, 2), "has no batch to cut")
-    for _ in loader:
-        check_refused(lambda: loader.micro_batches(numbers, 2), "a batch of 17 rows for")
-        check_refused(lambda: loader.micro_batches(numbers, 0), "parts of 0; expected a number of samples")
-        break
-    loader = balanced(DataLoader(numbers, batch_size=4), loss_reduction="normalized")
-    for batch in loader:
-        check_refused(lambda: loader.micro_batches(batch, 2), 'expected "mean" or "sum"')  # noqa: B023
-        break
-    dist.destroy_process_group()
-    return found
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "sum": {"loss_reduction": "sum"},
-    "count": {"count": lambda batch: (batch % 3 > 0).sum()},
-}
-"""Global batches of 1 to 8, 9 to 16 and 17, of which shares are 6 and 2, twice, and 1 and 0."""
-
-
-def test_micro_batches_have_the_gradient_of_one_device_and_the_same_number_on_all_ranks(tmp_path: Path) -> None:
-    ranks = spawn(micro_batches, 2, str(tmp_path / "store"), threads=1)
-    for rank, found in enumerate(ranks):
-        for engine in ("ddp", "fsdp2"):
-            assert found[f"{engine} mean"] == pytest.approx([4.5, 12.5, 17])
-            assert found[f"{engine} sum"] == pytest.approx([36, 100, 17])
-            assert found[f"{engine} count"] == pytest.approx([27 / 6, 64 / 5, 17])
-        assert found["sizes"] == ([2, 2, 2, 2, 2, 2, 1], [1] * 7)[rank]
