@@ -176,7 +176,7 @@ class GradientWeights:
             )
         shapes = tuple(parameter.shape for parameter in unknown)
         # The copies that an inner loop trains in each step are looked up once.
-        if unknown and shapes not in self._without_wrapper and (wrapper := _wrapper_of(unknown)) is not None:
+        if unknown and shapes not in self._without_wrapper and (wrapper := wrapper_of(unknown)) is not None:
             raise RuntimeError(
                 f"balance: a {wrapper} trains on a balanced batch, but balance() was not given it, so its gradients do "
                 "not have the weight of this rank's share; write balance([network, other_network], loader) with all "
@@ -249,7 +249,7 @@ def _remove(owner: weakref.ref[BatchesOfNetworks], hooks: list[RemovableHandle])
         del of_parameter[parameter]
 
 
-def _wrapper_of(parameters: Sequence[Tensor]) -> str | None:
+def wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     """Return the type of a wrapper that averages gradients, with one of the parameters; None: there is none."""
     wanted = {id(parameter) for parameter in parameters}
     kinds: tuple[type, ...] = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)

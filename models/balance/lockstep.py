@@ -46,6 +46,8 @@ class Piece:
     """Of the samples that it trains on: their number, or what ``lengths`` count."""
     total: float = 0.0
     """Cost of the global batch, without padding."""
+    places: tuple[int, ...] = ()
+    """`BalancedBatch.places`."""
 
 
 class Signal(IntEnum):
@@ -187,9 +189,9 @@ class Lockstep:
         if sum(counts) < self.smallest:
             self.is_open = False
             return None
-        return self._weighted(number, counts, divisors, piece.cost), piece.batch
+        return self._weighted(number, counts, divisors, piece), piece.batch
 
-    def _weighted(self, number: int, counts: list[int], counted: list[float], cost: float) -> BalancedBatch:
+    def _weighted(self, number: int, counts: list[int], counted: list[float], piece: Piece) -> BalancedBatch:
         """Return a global batch with the weight of this rank's part."""
         size, rank = self._exchange.size, self._exchange.rank
         samples = counts[rank]
@@ -206,7 +208,8 @@ class Lockstep:
             share,
             1.0 if self._loss_reduction == "normalized" else weight,
             self._exchange.group,
-            cost,
+            piece.cost,
+            piece.places,
         )
 
     def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:
