@@ -62,6 +62,7 @@ class Balance(Callback):
         """Balanced train loader of the current fit."""
         self._process: Any = None
         self._gather: Any = None
+        self._reduce: Any = None
         self._batches: Any = None  # what Lightning iterates
         self._evaluates = evaluation
         self._evaluations: weakref.WeakSet[_Batches] = weakref.WeakSet()
@@ -86,6 +87,8 @@ class Balance(Callback):
         self._process, self._gather = strategy.process_dataloader, strategy.all_gather
         strategy.process_dataloader = partial(self._processed, trainer)
         strategy.all_gather = partial(self._gathered, trainer)
+        if self._evaluates:
+            self._reduce, strategy.reduce = strategy.reduce, self._reduced
 
     def _gathered(self, trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather as Lightning does; shares of unequal size, which cannot be stacked, as [1, rows, ...]."""
@@ -97,6 +100,12 @@ class Balance(Callback):
                 with nullcontext() if sync_grads else torch.no_grad():
                     return gather_rows(tensor, group).unsqueeze(0)
         return self._gather(tensor, group, sync_grads)
+
+    def _reduced(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as Lightning does, but do not round the mean of batch sizes, by which it divides logged values."""
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op == "mean":
+            tensor = tensor.float()
+        return self._reduce(tensor, group, reduce_op)
 
     def _processed(self, trainer: Trainer, loader: Any) -> Any:
         loader = self._process(loader)
@@ -143,6 +152,8 @@ class Balance(Callback):
         if self._process is not None:
             trainer.strategy.process_dataloader, self._process = self._process, None
             trainer.strategy.all_gather = self._gather
+        if self._reduce is not None:
+            trainer.strategy.reduce, self._reduce = self._reduce, None
         if self.loader is not None:
             self.loader.close()
         self.loader = None

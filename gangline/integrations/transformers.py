@@ -233,12 +233,16 @@ class _Balanced(_Base):
             self._evaluation.close()
             self._evaluation = None
 
-    def prediction_step(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Return the loss once for each sample, since Trainer repeats it equally often on all ranks."""
-        loss, *others = super().prediction_step(*arguments, **options)
-        if self._evaluation is not None and loss is not None:
-            loss = loss.repeat(self._evaluation.samples)
-        return loss, *others
+    def prediction_step(self: Any, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Return the loss of the global batch once for each sample, since Trainer repeats it equally on all ranks."""
+        counted = None if self._evaluation is None else self._counted(inputs)
+        loss, *others = super().prediction_step(model, inputs, *arguments, **options)
+        if counted is None or loss is None:
+            return loss, *others
+        divisor = 1 if self._divides_by_items else counted
+        weighted = torch.stack([loss * divisor if divisor else loss.new_zeros(()), loss.new_tensor(float(divisor))])
+        summed, count = self.accelerator.gather(weighted[None]).sum(0)
+        return (summed / count).repeat(self._evaluation.samples), *others
 
     def _finalize_training(self: Any, *arguments: Any) -> Any:
         """Average the losses since the last log step over ranks, as those that are logged."""
@@ -262,10 +266,10 @@ class _Balanced(_Base):
     def compute_loss(self: Any, *arguments: Any, **options: Any) -> Any:
         """Return the loss of a batch; the gradient is weighted if this is a mean."""
         items = options.get("num_items_in_batch")
-        if self._current is None or items is None:  # evaluation, or a mean
+        if items is None or (self._current is None and self._evaluation is None):  # a mean, or equal parts
             return super().compute_loss(*arguments, **options)
         of_mean = self._current
-        if self._divides_by_items is not False:
+        if self._divides_by_items is not False and of_mean is not None:
             self._train(replace(of_mean, weight=float(of_mean.samples > 0)))
         if self._divides_by_items is None:
             model, inputs, *others = arguments
@@ -275,7 +279,8 @@ class _Balanced(_Base):
             self._divides_by_items = watch.was_used or self.args.torch_compile
             if self._divides_by_items:
                 return result
-            self._train(of_mean)
+            if of_mean is not None:
+                self._train(of_mean)
             _random_state(before)  # the step begins again
             with torch.no_grad():
                 for buffer, value in zip(model.buffers(), buffers, strict=True):
