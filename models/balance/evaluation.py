@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,7 +17,7 @@ from gangline.models.balance.rank_exchange import group_of
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balanced_batch import BalancedBatch, evaluated
 
-_OPTIONS = {"global_batch", "memory", "lengths", "padding"}  # of `balance`
+_OPTIONS = ["loads", "global_batch", "memory", "lengths", "padding"]  # of `balance`
 
 
 class EvaluationSampler(ShareSampler):
@@ -34,18 +33,12 @@ class EvaluationLoader(BalancedLoader):
     _sampler_type = EvaluationSampler
 
     def __init__(
-        self,
-        model: Sequence[nn.Module] | None,
-        loader: Any,
-        *,
-        training: BalancedLoader | None = None,
-        loads: Sequence[float] | Literal["auto"] | None = None,
-        group: dist.ProcessGroup | None = None,
-        **options: Any,
+        self, model: Sequence[nn.Module] | None, loader: Any, *, training: BalancedLoader | None = None, **options: Any
     ) -> None:
         """Split over the ranks of ``training``, or of ``group``; the time in which ``model`` waits does not count."""
-        if unknown := sorted(options.keys() - _OPTIONS):
-            raise TypeError(f"evaluation has no option {unknown[0]!r}; expected loads, {', '.join(sorted(_OPTIONS))}")
+        known = _OPTIONS if training is not None else [*_OPTIONS, "group"]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(f"evaluation has no option {unknown[0]!r}; expected {', '.join(known)}")
         dataset = getattr(loader, "dataset", loader)
         is_known = isinstance(loader, DataLoader) or type(loader).__module__.startswith("accelerate.")
         if not is_known or isinstance(dataset, IterableDataset):
@@ -54,13 +47,13 @@ class EvaluationLoader(BalancedLoader):
         networks = list(model or ())
         self._timer_type = lambda _: RankTimer(networks, has_backward=False)
         self._kept: list[float] = []
+        options = {"memory": None, "group": None, "loss_reduction": "normalized", **options}
         if training is not None:
             self._shared_exchange, self._kept = training._exchange, training._evaluation_loads
-            loads = training.loads if loads is None and training._balance.timer is None else loads
-        options = {"memory": None, **options, "loss_reduction": "normalized"}
-        super().__init__(
-            [], loader, loads="auto" if loads is None else loads, group=group_of(networks, group), **options
-        )
+            options.setdefault("loads", training.loads if training._balance.timer is None else "auto")
+        elif networks:
+            options["group"] = group_of(networks, options["group"])
+        super().__init__([], loader, **options)
         if training is not None and self._balance.timer is not None:
             start = self._kept or training.loads
             self._balance.load_state({"loads": start, "speeds": {**self._balance.state()["speeds"], "loads": start}})

@@ -193,7 +193,7 @@ def check_not_balanced(networks: Sequence[nn.Module]) -> None:
             if of_parameter.get(parameter, lambda: None)() is not None:
                 raise RuntimeError(
                     f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
-                    "weighted twice; balance the loader that trains only, and leave those of evaluation as they are; "
+                    "weighted twice; balance the loader that trains only, and write loader.evaluation(...) for others; "
                     "to train with another loader, call close() of the first one"
                 )
 

@@ -170,10 +170,11 @@ def refusals(comm: Communicator, path: str) -> None:
     check_refused(of(DataLoader(Numbers(20 + rank), 2)), "length of the data set is 20 on rank 0, but 21 on rank 1")
     check_refused(of(plain, loads=[3, 0]), "loads is [3, 0]; expected a number above 0 for each of 2 ranks")
     check_refused(
-        of(plain, count=len), "evaluation has no option 'count'; expected loads, global_batch, lengths, memory, padding"
+        of(plain, count=len), "evaluation has no option 'count'; expected loads, global_batch, memory, lengths, padding"
     )
     check_refused(of(plain, lengths=[1]), "lengths has 1 numbers for the 20 samples")
     check_refused(of(DataLoader(Numbers(20), None)), "batch_size=None")
+    check_refused(of(plain, group=None), "evaluation has no option 'group'")
     check_refused(lambda: gangline.balance(None, stream, stream="same"), "evaluation has no option 'stream'")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -191,6 +192,8 @@ def refusals(comm: Communicator, path: str) -> None:
     loader.close()
     check_refused(lambda: list(kept), "the balanced loader is closed")
     check_refused(of(plain), "closed")
+    loader = gangline.balance(model, plain)
+    check_refused(lambda: list(loader) if rank else list(loader.evaluation(plain)), "ranks are at different calls")
 
 
 def test_wrong_uses_are_errors_on_all_ranks(tmp_path: Path) -> None:

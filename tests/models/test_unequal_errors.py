@@ -132,7 +132,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
 
     model = nn.Linear(1, 1)
     first = gangline.balance(model, plain)
-    check_refused(lambda: gangline.balance(model, plain), "balanced already", "leave those of evaluation", "close()")
+    check_refused(lambda: gangline.balance(model, plain), "balanced already", "write loader.evaluation(...)", "close()")
     check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Sequential is balanced already")
     first.close()
 
