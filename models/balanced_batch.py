@@ -42,11 +42,21 @@ class BalancedBatch:
     """Of this rank's samples: their number, or what ``lengths`` count."""
     costs: Sequence[float] | None = None
     """Of each of this rank's samples, with padding as much as the longest; None without ``lengths``."""
+    places: tuple[int, ...] = ()
+    """With lengths: place in the global batch of each sample of all ranks, in rank order; else empty."""
     ends_update: bool = True
     """True if the optimizer steps after this batch."""
 
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Return rows of all ranks, in evaluation in the order of the samples if there is one for each."""
+        if self not in evaluated or len(rows) != len(self.places):
+            return rows
+        return rows[torch.tensor(self.places, device=rows.device).argsort()]
+
 
 _NO_BATCH = BalancedBatch()
+evaluated: list[BalancedBatch] = []
+"""The batch of evaluation that was handed out after the last one of training, if its loop has not ended."""
 _all: weakref.WeakSet[BatchesOfNetworks] = weakref.WeakSet()
 _of_layer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[BatchesOfNetworks]] = weakref.WeakKeyDictionary()
 of_parameter: Any = WeakTensorKeyDictionary()
@@ -100,6 +110,8 @@ class BatchesOfNetworks:
         before, self.handed_out = self.handed_out, batch
         self._reader = threading.current_thread()
         self.has_begun |= batch is not None
+        if batch is not None:
+            evaluated.clear()
         if not self._is_pending:
             is_read_ahead = before is not None and self._with_gradient is not before and not self._is_in_step
             self._trained = before if is_read_ahead else batch
@@ -118,7 +130,7 @@ class BatchesOfNetworks:
 
     def _note_forward(self, *_: object) -> None:
         """Note that a network runs forward; not in a backward, which may run the forward of its batch again."""
-        if self.handed_out is None or not torch.is_grad_enabled() or _is_in_backward():
+        if self.handed_out is None or evaluated or not torch.is_grad_enabled() or _is_in_backward():
             return
         main = threading.main_thread()
         if self._reader is not main and threading.current_thread() is main:  # a checkpoint's forward may be in others
@@ -150,6 +162,8 @@ class BatchesOfNetworks:
 @run_eagerly
 def batch_of_layer(layer: nn.Module) -> BalancedBatch:
     """Return the batch that a layer trains; one of weight 1 outside of balanced batches."""
+    if evaluated:
+        return evaluated[0]
     owner = _of_layer.get(layer, lambda: None)()
     return _one_of(_all if owner is None else [owner], f"a {type(layer).__name__} outside of their networks")
 
@@ -157,6 +171,8 @@ def batch_of_layer(layer: nn.Module) -> BalancedBatch:
 @run_eagerly
 def batch_of_rows(rows: Tensor) -> BalancedBatch:
     """Return the batch whose forward computed these rows; one of weight 1 outside of balanced batches."""
+    if evaluated:
+        return evaluated[0]
     owners: Collection[BatchesOfNetworks] = [owner for owner in _all if owner.current is not None]
     if len(owners) > 1:
         owners = _owners_in_graph(rows) or owners

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
 from gangline.kvstore.reducer.waits import waiting_for_ranks
+from gangline.models.balance.balanced_loader import BalancedLoader
+from gangline.models.balance.evaluation import EvaluationLoader
 from gangline.models.balanced_batch import batch_of_rows, share_of_mean
 from gangline.models.data.loaders import copy_loader
 from gangline.models.loss.gather_rows import gather_rows
@@ -27,8 +30,8 @@ class Balance(Callback):
         trainer = Trainer(devices=2, strategy="ddp", callbacks=[Balance()])
 
     What backward brings to the parameters is multiplied by this rank's share of the batch, so the ranks' mean, which
-    DDP and FSDP form, is the mean over the global batch. Only the train loader is replaced. With one rank the callback
-    does nothing.
+    DDP and FSDP form, is the mean over the global batch. The train loader is replaced, and with ``evaluation`` those of
+    validation and tests. With one rank the callback does nothing.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Balance(Callback):
         loads: Sequence[float] | Literal["auto"] = "auto",
         *,
         count: Callable[[Any], float | Tensor] | None = None,
+        evaluation: bool = False,
         **options: Any,
     ) -> None:
         """Choose the split.
@@ -44,6 +48,7 @@ class Balance(Callback):
             loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
             count: function of a batch that returns how much the mean of its loss counts, such as the number of labels
                 that are not ignored; None: its samples.
+            evaluation: split the batches of validation and tests too, each sample once, by the speed of forward.
             **options: of `gangline.balance`, such as lengths; without ``count`` the batches of an update are then
                 sorted together.
 
@@ -59,6 +64,8 @@ class Balance(Callback):
         self._gather: Any = None
         self._reduce: Any = None
         self._batches: Any = None  # what Lightning iterates
+        self._evaluates = evaluation
+        self._evaluations: weakref.WeakSet[_Batches] = weakref.WeakSet()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap the strategy's processing of loaders.
@@ -67,7 +74,7 @@ class Balance(Callback):
             ValueError: if the strategy does not give each rank a part of the data.
         """
         del pl_module
-        if stage != "fit" or trainer.world_size == 1:
+        if stage not in (("fit", "validate", "test") if self._evaluates else ("fit",)) or trainer.world_size == 1:
             return
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas")
         if replicas != trainer.world_size:
@@ -83,8 +90,8 @@ class Balance(Callback):
         strategy.reduce = self._reduced
 
     def _gathered(self, trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather as Lightning does; during training shares of unequal size, which cannot be stacked: [1, rows, ...]."""
-        if tensor.dim() and trainer.training:
+        """Gather as Lightning does; shares of unequal size, which cannot be stacked, as [1, rows, ...]."""
+        if tensor.dim() and (trainer.training or self._evaluates):
             rows = len(tensor) if batch_of_rows(tensor).samples else 0
             with waiting_for_ranks():
                 lengths = self._gather(torch.tensor(rows, device=tensor.device), group)
@@ -105,7 +112,7 @@ class Balance(Callback):
     def _processed(self, trainer: Trainer, loader: Any) -> Any:
         loader = self._process(loader)
         if not trainer.training:
-            return loader
+            return self._for_evaluation(trainer, loader) if self._evaluates else loader
         if not isinstance(loader, DataLoader):
             raise ValueError(f"Balance: the train loader is a {type(loader).__name__}; expected a torch DataLoader")
         if self.loader is not None:
@@ -121,6 +128,19 @@ class Balance(Callback):
         self.loader = QueuedWeights(trainer.model, _with_own_sampler(loader), **options)
         self._batches = _Batches(self.loader)
         return self._batches
+
+    def _for_evaluation(self, trainer: Trainer, loader: Any) -> Any:
+        batches = _Batches(EvaluationLoader([trainer.model], _with_own_sampler(loader), loads=self._options["loads"]))
+        self._evaluations.add(batches)
+        return batches
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End iterations that a limit of batches, such as that of the sanity check, has left open."""
+        del trainer, pl_module
+        for batches in self._evaluations:
+            batches.leave()
+
+    on_test_end = on_validation_end
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Use the weight of the batch that is trained now, which is not always the last one that was read."""
@@ -143,6 +163,9 @@ class Balance(Callback):
         if self.loader is not None:
             self.loader.close()
         self.loader = None
+        for batches in self._evaluations:
+            batches.close()
+        self._evaluations.clear()
 
 
 class _Batches:
@@ -152,14 +175,27 @@ class _Batches:
     epoch began in its middle. Without it, a resumed run reads what it reads with a plain DataLoader.
     """
 
-    def __init__(self, loader: QueuedWeights) -> None:
+    def __init__(self, loader: BalancedLoader) -> None:
         self._loader = loader
+        self._iteration: Callable[[], Any] = lambda: None
         self.is_iterated = False
         self.dataset, self.sampler, self.batch_sampler = loader.dataset, loader.sampler, loader.batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
         self.is_iterated = True
-        return iter(self._loader)
+        iteration = iter(self._loader)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def leave(self) -> None:
+        """End the iteration."""
+        if (iteration := self._iteration()) is not None:
+            iteration.close()
+
+    def close(self) -> None:
+        """Close the loader."""
+        self.leave()
+        self._loader.close()
 
     def __len__(self) -> int:
         return len(self._loader)

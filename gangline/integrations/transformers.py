@@ -20,13 +20,16 @@ from torch.utils.data import IterableDataset
 from transformers.data.data_collator import DataCollatorWithFlattening
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
+from gangline.models.balance.balanced_loader import BalancedLoader
 from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.lengths import Lengths
 
 T = TypeVar("T", bound=transformers.Trainer)
 
 
-def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **options: Any) -> T:
+def balance(
+    trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", evaluation: bool = False, **options: Any
+) -> T:
     """Split a Trainer's batches over the ranks by their speed, with the gradient of one device.
 
         trainer = balance(Trainer(model=model, args=args, train_dataset=dataset))
@@ -43,6 +46,7 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
     Args:
         trainer: of transformers or of a class derived from it; it keeps its methods.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
+        evaluation: split the batches of `evaluate` and `predict` too, by the speed of forward.
         **options: of `gangline.balance`, such as lengths, pool, memory, stream and group; not count, global_batch or
             loss_reduction. With ``memory``, which is of lengths if there are any, pass ``lengths`` too.
 
@@ -107,7 +111,7 @@ def balance(trainer: T, *, loads: Sequence[float] | Literal["auto"] = "auto", **
             )
         trainer.args.train_sampling_strategy = "random"
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
-    trainer._balance_options = options
+    trainer._balance_options, trainer._splits_evaluation = options, evaluation
     return trainer
 
 
@@ -169,6 +173,8 @@ class _Balanced(_Base):
 
     _balance_options: dict[str, Any]
     _balanced: QueuedWeights | None = None
+    _splits_evaluation = False
+    _evaluation: BalancedLoader | None = None
     _current: BalancedBatch | None = None
     _divides_by_items: bool | None = None
 
@@ -213,6 +219,31 @@ class _Balanced(_Base):
         with _skipping():
             return super()._run_epoch(*arguments, **options)
 
+    def evaluation_loop(self: Any, dataloader: Any, *arguments: Any, **options: Any) -> Any:
+        """Evaluate, each sample once and on one rank."""
+        if not self._splits_evaluation:
+            return super().evaluation_loop(dataloader, *arguments, **options)
+        if self._balanced is not None:
+            self._evaluation = self._balanced.evaluation(dataloader)
+        else:
+            self._evaluation = BalancedLoader(None, dataloader, loads=self._balance_options["loads"])
+        try:
+            return super().evaluation_loop(self._evaluation, *arguments, **options)
+        finally:
+            self._evaluation.close()
+            self._evaluation = None
+
+    def prediction_step(self: Any, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        """Return the loss of the global batch once for each sample, since Trainer repeats it equally on all ranks."""
+        counted = None if self._evaluation is None else self._counted(inputs)
+        loss, *others = super().prediction_step(model, inputs, *arguments, **options)
+        if counted is None or loss is None:
+            return loss, *others
+        divisor = 1 if self._divides_by_items else counted
+        weighted = torch.stack([loss * divisor if divisor else loss.new_zeros(()), loss.new_tensor(float(divisor))])
+        summed, count = self.accelerator.gather(weighted[None]).sum(0)
+        return (summed / count).repeat(self._evaluation.samples), *others
+
     def _finalize_training(self: Any, *arguments: Any) -> Any:
         """Average the losses since the last log step over ranks, as those that are logged."""
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
@@ -235,10 +266,10 @@ class _Balanced(_Base):
     def compute_loss(self: Any, *arguments: Any, **options: Any) -> Any:
         """Return the loss of a batch; the gradient is weighted if this is a mean."""
         items = options.get("num_items_in_batch")
-        if self._current is None or items is None:  # evaluation, or a mean
+        if items is None or (self._current is None and self._evaluation is None):  # a mean, or equal parts
             return super().compute_loss(*arguments, **options)
         of_mean = self._current
-        if self._divides_by_items is not False:
+        if self._divides_by_items is not False and of_mean is not None:
             self._train(replace(of_mean, weight=float(of_mean.samples > 0)))
         if self._divides_by_items is None:
             model, inputs, *others = arguments
@@ -248,7 +279,8 @@ class _Balanced(_Base):
             self._divides_by_items = watch.was_used or self.args.torch_compile
             if self._divides_by_items:
                 return result
-            self._train(of_mean)
+            if of_mean is not None:
+                self._train(of_mean)
             _random_state(before)  # the step begins again
             with torch.no_grad():
                 for buffer, value in zip(model.buffers(), buffers, strict=True):

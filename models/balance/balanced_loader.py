@@ -63,10 +63,19 @@ class BalancedLoader:
 
     _trains_as_read = True  # the loop trains each batch before it asks for the next
     _weighs_updates = True  # means with ``count`` are over all batches of an update
+    _sampler_type = ShareSampler
+    _timer_type: Callable[..., RankTimer] = RankTimer
+    _shared_exchange: RankExchange | None = None  # of the training that an evaluation is part of
+
+    def __new__(cls, model: Any, *_: Any, **__: Any) -> BalancedLoader:
+        """Create a loader for evaluation if there is no model to train."""
+        from gangline.models.balance.evaluation import EvaluationLoader
+
+        return super().__new__(EvaluationLoader if model is None and cls is BalancedLoader else cls)
 
     def __init__(
         self,
-        model: Trained | Sequence[Trained],
+        model: Trained | Sequence[Trained] | None,
         loader: Any,
         *,
         loads: Sequence[float] | Literal["auto"] = "auto",
@@ -86,7 +95,7 @@ class BalancedLoader:
 
         Args:
             model: network that the training loop calls, with its wrapper; a list of all networks that it trains, and of
-                parameters outside of them, such as the weights of a loss.
+                parameters outside of them, such as the weights of a loss; None: see `evaluation`.
             loader: DataLoader, the same on all ranks. A DistributedSampler is replaced by its order without padding;
                 samplers that do not shard draw on rank 0 for all ranks. Other iterables of batches need ``stream``.
             loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
@@ -126,7 +135,7 @@ class BalancedLoader:
                 f"group is {group!r}; expected a process group of torch.distributed with this rank, such as "
                 "mesh.get_group('dp'), or None for the ranks of the network's wrapper"
             )
-        self._exchange = RankExchange(group_of(networks, group))
+        self._exchange = self._shared_exchange or RankExchange(group_of(networks, group))
         size, rank = self._exchange.size, self._exchange.rank
         given, order = [1.0] * size, cast(GlobalOrder | None, None)
         caps: list[int | None] | None = None
@@ -191,7 +200,7 @@ class BalancedLoader:
         check_same_data(data)
         self._loss_reduction, self._count = loss_reduction, count
         self._networks = networks
-        timer = RankTimer(networks) if loads == "auto" else None
+        timer = self._timer_type(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
         if torch.device("cpu") in devices:
             keep_freed_memory()
@@ -225,7 +234,8 @@ class BalancedLoader:
             if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
                 order.length = None if None in of_orders else max(of_orders)
             self._sized = order
-            self._source = ShareSampler(order, self._balance, rank, max(aheads) + together - 1, arrangement)
+            ahead = max(aheads) + together - 1
+            self._source = self._sampler_type(order, self._balance, rank, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
@@ -255,7 +265,9 @@ class BalancedLoader:
         self._update: list[BalancedBatch] = []  # its batches that were trained
         self._is_ramped = False  # global_batch was set
         self._cuts_anew = False  # the rest of the epoch, because global_batch was set
-        _open.add(self._lockstep)
+        if self._shared_exchange is None:
+            _open.add(self._lockstep)
+        self._evaluation_loads: list[float] = []  # those that the last evaluation has found
         self.epoch = 0
         """Number of the current epoch, or of the next one between epochs."""
         self._first = 0  # number of the next global batch
@@ -269,6 +281,23 @@ class BalancedLoader:
         self._iterations = 0
         self._was_left = False  # the loop left the current epoch, which the next iteration ends
         self._is_closed = False
+
+    def evaluation(self, loader: Any, **options: Any) -> BalancedLoader:
+        """Split the batches of a DataLoader for evaluation, also in the loop that trains. Collective.
+
+            with torch.no_grad():
+                for images, labels in loader.evaluation(DataLoader(dataset, 64)):
+                    correct += (model(images).argmax(1) == labels).sum()
+            dist.all_reduce(correct)
+
+        Each sample is read once, on one rank. Shares begin with those of the last evaluation, at first with those of
+        the training, and follow the time of forward; iterate the same object again to keep what was measured too.
+        Options are ``loads``, ``global_batch``, ``memory``, ``lengths`` and ``padding`` of `balance`.
+        """
+        from gangline.models.balance.evaluation import EvaluationLoader
+
+        self._check_open()
+        return EvaluationLoader(self._networks, loader, training=self, **options)
 
     @property
     def samples(self) -> int:
@@ -334,8 +363,7 @@ class BalancedLoader:
         return iteration
 
     def _batches(self) -> Generator[Any, None, None]:
-        if self._is_closed:
-            raise RuntimeError("the balanced loader is closed; call balance() again to go on")
+        self._check_open()
         self._iterations += 1
         iteration = self._iterations
         self.epoch += self._was_left
@@ -397,6 +425,10 @@ class BalancedLoader:
         if not self._lockstep.was_left:
             self.epoch += 1
             self._consumed, self._was_left = 0, False
+
+    def _check_open(self) -> None:
+        if self._is_closed or not self._exchange.close.alive:
+            raise RuntimeError("the balanced loader is closed; call balance() again to go on")
 
     def stop(self) -> None:
         """End the epoch on all ranks after the current batch; any rank may call it."""
@@ -595,7 +627,8 @@ class BalancedLoader:
         self._trained.close()
         if self._weights is not None:
             self._weights.close()
-        self._exchange.close()
+        if self._shared_exchange is None:
+            self._exchange.close()
 
 
 def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
@@ -683,6 +716,9 @@ class _Steps:
         source = owner._source
         loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
         assert owner._seed is not None
+        outer: Any = owner._outer
+        if outer is not self:
+            outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
         pieces = source.pieces(loader, owner._seed + owner.epoch, owner._consumed, owner._first)
         for batch, data in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
             self.read.append(batch)

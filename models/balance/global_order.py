@@ -252,15 +252,17 @@ class ShareSampler(Sampler[list[Any]]):
         self._known.clear()
         self._drawn.clear()
         self._is_complete, self._first = False, first
-        arrangement = self._arrangement
-        if arrangement is None or not arrangement.joins:
-            self._batches = self._order.batches(seed, skip)
-        else:
-            self._batches = arrangement.batches(self._order.batches(seed, 0), seed, skip)
+        self._batches = self._global_batches(seed, skip)
         for _ in range(self._ahead + 1):
             self.read_ahead()
         for batch in loader:
             yield replace(self._drawn.popleft(), batch=batch)
+
+    def _global_batches(self, seed: int, skip: int) -> Iterator[list[Any] | Update | None]:
+        arrangement = self._arrangement
+        if arrangement is None or not arrangement.joins:
+            return self._order.batches(seed, skip)
+        return arrangement.batches(self._order.batches(seed, 0), seed, skip)
 
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
@@ -306,4 +308,6 @@ def shares_of(
         counts = [len(places) for places in cut]
         agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
         total = sum(float(costs[places].sum()) for places in cut)
-        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total, lengths.in_batch(costs[own]))
+        places = tuple(np.concatenate(cut).tolist())
+        in_batch = lengths.in_batch(costs[own])
+        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total, in_batch, places)

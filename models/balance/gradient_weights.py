@@ -172,7 +172,7 @@ class GradientWeights:
             )
         shapes = tuple(parameter.shape for parameter in unknown)
         # The copies that an inner loop trains in each step are looked up once.
-        if unknown and shapes not in self._without_wrapper and (wrapper := _wrapper_of(unknown)) is not None:
+        if unknown and shapes not in self._without_wrapper and (wrapper := wrapper_of(unknown)) is not None:
             raise RuntimeError(
                 f"balance: a {wrapper} trains on a balanced batch, but balance() was not given it, so its gradients do "
                 "not have the weight of this rank's share; write balance([network, other_network], loader) with all "
@@ -189,7 +189,7 @@ def check_not_balanced(networks: Sequence[nn.Module]) -> None:
             if of_parameter.get(parameter, lambda: None)() is not None:
                 raise RuntimeError(
                     f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
-                    "weighted twice; balance the loader that trains only, and leave those of evaluation as they are; "
+                    "weighted twice; balance the loader that trains only, and write loader.evaluation(...) for others; "
                     "to train with another loader, call close() of the first one"
                 )
 
@@ -245,7 +245,7 @@ def _remove(owner: weakref.ref[BatchesOfNetworks], hooks: list[RemovableHandle])
         del of_parameter[parameter]
 
 
-def _wrapper_of(parameters: Sequence[Tensor]) -> str | None:
+def wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     """Return the type of a wrapper that averages gradients, with one of the parameters; None: there is none."""
     wanted = {id(parameter) for parameter in parameters}
     kinds: tuple[type, ...] = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)

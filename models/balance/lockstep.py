@@ -50,6 +50,8 @@ class Piece:
     """Cost of the global batch, without padding."""
     costs: Sequence[float] | None = None
     """`BalancedBatch.costs`."""
+    places: tuple[int, ...] = ()
+    """`BalancedBatch.places`."""
 
 
 class Signal(IntEnum):
@@ -252,6 +254,7 @@ class Lockstep:
             self._exchange.group,
             piece.cost,
             piece.costs,
+            piece.places,
         )
 
     def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:

@@ -96,7 +96,9 @@ class RankExchange:
         try:
             dist.all_reduce(rows, group=self._group)
         except RuntimeError as error:
-            error.add_note("balance: another rank ended or failed before it took the step of this one; see its output")
+            error.add_note(
+                "balance: another rank ended, failed or evaluates alone in place of this step; see its output"
+            )
             raise
         return cast(list[list[float]], rows.tolist())
 

@@ -37,10 +37,13 @@ class RankTimer:
     _since: Any = None  # start of the running interval; None: paused
     _was_running = _is_after_backward = _is_in_backward = _is_in_forward = False
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Add hooks to the modules that the training loop calls, with their wrappers; `close` removes them."""
+    def __init__(self, models: Sequence[nn.Module], *, has_backward: bool = True) -> None:
+        """Add hooks to the modules that the loop calls, with their wrappers, and for backward to parameters."""
         parameters = [parameter for model in models for parameter in model.parameters()]
-        self._device = parameters[0].device if parameters else torch.device("cpu")
+        uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        unknown = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
+        self._device = parameters[0].device if parameters else unknown
+        self._has_backward = has_backward
         self._parameters = {id(parameter) for parameter in parameters}
         self._time = ElapsedTime()
         self._hooks: list[RemovableHandle] = []
@@ -70,7 +73,7 @@ class RankTimer:
             self._hooks.append(inner.register_forward_hook(self._end_forward, always_call=True))
         else:
             for parameter in inner.parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and self._has_backward:
                     self._hooks.append(parameter.register_hook(self._begin_backward))  # type: ignore[no-untyped-call]
         if inner is not wrapper and (list(inner.buffers()) or not is_ddp):
             self._hooks.append(wrapper.register_forward_pre_hook(self._begin_wait, prepend=True))

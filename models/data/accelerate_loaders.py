@@ -42,6 +42,10 @@ def unprepared(loader: Any) -> PreparedLoader | None:
             "DataLoaderShard: write Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False)), or "
             'TrainingArguments(accelerator_config={"dispatch_batches": False})'
         )
+    if loader in _loaders:
+        raise ValueError(
+            "the loader is balanced already; iterate what balance() or evaluation() returned, or close() that"
+        )
     if loader.use_stateful_dataloader:
         raise ValueError(
             "the loader was prepared with use_stateful_dataloader=True, whose state does not know the split; leave it "
@@ -96,21 +100,22 @@ def read_unequal(
     plain = inspect.unwrap(operations._gpu_gather)  # by this name accelerate's gather and gather_for_metrics call it
     plain_reduce = inspect.unwrap(accelerator.reduce)  # type: ignore[attr-defined, unused-ignore]
     _loaders.add(loader)
-    loader.base_dataloader = batches
+    before, loader.base_dataloader = loader.base_dataloader, batches
 
     def gather_one(tensor: torch.Tensor) -> Any:
         if not tensor.dim():
             return plain(tensor)
         trained = GradientState().active_dataloader
-        is_repeated = not batch_of_rows(tensor).samples and (trained is None or trained in _loaders)
+        batch = batch_of_rows(tensor)
+        is_repeated = not batch.samples and (trained is None or trained in _loaders)
         own = tensor.detach()[: 0 if is_repeated else None]
         lengths = plain(torch.tensor([len(own)], device=tensor.device)).tolist()
         if min(lengths) == max(lengths):
-            return plain(own)
+            return batch.in_order(plain(own))
         padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
         padded[: len(own)] = own
         parts = zip(plain(padded).split(max(lengths)), lengths, strict=True)
-        return torch.cat([part[:length] for part, length in parts])
+        return batch.in_order(torch.cat([part[:length] for part, length in parts]))
 
     @functools.wraps(plain)
     def gather(tensors: Any) -> Any:
@@ -130,6 +135,7 @@ def read_unequal(
 
     def restore() -> None:
         _loaders.discard(loader)
+        loader.base_dataloader = before
         if not _loaders:
             operations._gpu_gather = plain
             accelerator.reduce = plain_reduce  # type: ignore[attr-defined, unused-ignore]

@@ -24,6 +24,8 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     gradients, the gradient is that of one device on the global batch, whether each rank computes the whole loss or the
     mean over its own rows (those from ``sum(loader.shares[:rank])`` on), with and without `balance`.
 
+    In evaluation with ``lengths``, rows of which there is one for each sample are in the order of the data set.
+
     Args:
         rows: this rank's rows, [n, ...]; dtype and all dimensions but the first are equal on all ranks.
         group: the ranks that average gradients; None: those of the balanced loader, else all.
@@ -42,7 +44,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         gathered: Tensor = _GatherRows.apply(  # type: ignore[no-untyped-call]
             rows, batch.weight, batch.samples > 0, group if group is not None else batch.group
         )
-    return gathered
+    return batch.in_order(gathered)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -38,6 +38,43 @@ def gathers(folder: str) -> list[Any]:
     return found
 
 
+def evaluations(folder: str) -> list[Any]:
+    del folder
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    numbers = TensorDataset(torch.arange(1.0, 26.0).reshape(-1, 1))
+    train_data, short = DataLoader(numbers, 4), DataLoader(TensorDataset(numbers.tensors[0][:9]), 2)
+    model, train, whole, few = accelerator.prepare(nn.Linear(1, 1), train_data, DataLoader(numbers, 4), short)
+    found: list[Any] = []
+
+    def gathered(loader: Any) -> list[list[float]]:
+        return [accelerator.gather_for_metrics(x).flatten().tolist() for (x,) in loader]
+
+    with gangline.balance(model, train, loads=[3, 1]) as loader:
+        for (x,) in loader:
+            found.append([gathered(loader.evaluation(whole)), len(accelerator.gather(x))])
+        found.append(gathered(loader.evaluation(whole, lengths=list(range(25)))))
+        kept = loader.evaluation(few)
+        found.append([gathered(kept), gathered(kept)])
+        for wrong in (few, train):
+            with pytest.raises(ValueError, match="the loader is balanced already; iterate what"):
+                loader.evaluation(wrong)
+    return [*found, gathered(whole)]
+
+
+def test_evaluation_returns_each_sample_once_in_order(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    whole = [list(range(begin, min(begin + 8, 26))) for begin in (1, 9, 17)]
+    whole[2:] = [[*range(17, 24)], [24, 25]]  # the last one has a sample for each rank
+    few = [[1, 2, 3, 4], [5, 6, 7], [8, 9]]
+    *steps, by_cost, kept, plain = told(evaluations, tmp_path)[1]
+    assert steps == [[whole, 8], [whole, 8], [whole, 8], [whole, 1]]
+    assert by_cost == whole
+    assert kept == [few, few]
+    assert sum(map(sum, plain)) == sum(range(1, 26))
+
+
 def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     batches = [list(range(1, 13)), list(range(13, 25)), [25]]

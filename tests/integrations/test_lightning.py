@@ -73,6 +73,60 @@ def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: 
     assert sorted(x for _, batch, _ in steps for x in batch) == list(range(1, 18))
 
 
+def evaluations(folder: str) -> list[Any]:
+    """Return what validation logs, in a fit and alone, and the samples of each of its steps."""
+    import lightning.pytorch as pl
+    from torchmetrics import MeanMetric
+
+    from gangline.integrations.lightning import Balance
+
+    found: list[Any] = []
+
+    class Network(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False)
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.layer(batch[0]).square().mean()
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            (x,) = batch
+            found.append([len(x), self.all_gather(x).flatten().tolist()])
+            self.mean.update(x)
+            self.log("metric", self.mean, on_epoch=True)
+            self.log("loss", x.square().mean(), on_epoch=True, sync_dist=True)
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.001)
+
+    numbers = TensorDataset(torch.arange(1.0, 18.0).reshape(-1, 1))
+    plain = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        strategy="ddp", accelerator="cpu", devices=2, max_epochs=1, default_root_dir=folder, num_sanity_val_steps=1,
+        enable_model_summary=False, val_check_interval=2, callbacks=[Balance([3, 1], evaluation=True)], **plain,
+    )  # fmt: skip
+    network = Network()
+    trainer.fit(network, DataLoader(numbers, 4), DataLoader(numbers, 4))
+    found.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    trainer.validate(network, DataLoader(numbers, 4), verbose=False)
+    found.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    trainer.test(network, DataLoader(numbers, 4), verbose=False)
+    found.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    return found
+
+
+def test_validation_counts_each_sample_once(tmp_path: Path) -> None:
+    steps = [list(range(1, 9)), list(range(9, 16)), [16, 17]]
+    logged = {"metric": 9.0, "loss": pytest.approx(sum(x * x for x in range(1, 18)) / 17)}
+    for rank, found in enumerate(told(evaluations, tmp_path)):
+        epoch = [[[6, 5, 1][step] if not rank else [2, 2, 1][step], rows] for step, rows in enumerate(steps)]
+        assert found == [epoch[0], *epoch, logged, *epoch, logged, *epoch, logged]
+
+
 def test_wrong_options_are_errors_of_the_callback() -> None:
     from gangline.integrations.lightning import Balance
 

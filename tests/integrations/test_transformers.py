@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from tests.integrations.trainers import Means, message, told, trainer_of
@@ -66,6 +68,47 @@ def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: 
     first, *others = [[float(x) for x in range(1, 9)], [float(x) for x in range(9, 17)], [17.0], [1.0, 2.0]]
     steps = [first, first, *others]  # the first step begins again when the kind of the loss is known
     assert told(gathers, tmp_path) == [[[rows, 2, 2 * len(rows)] for rows in steps]] * 2
+
+
+def evaluations(folder: str, uses_items: bool) -> list[Any]:
+    """Return the shares of each step, the predictions and the losses of evaluations before, in and after a training."""
+    from transformers import EvalPrediction
+
+    from gangline.integrations.transformers import balance
+
+    shares: list[int] = []
+    predictions: list[Any] = []
+
+    class Shares(Means):
+        def forward(self, x: Tensor, labels: Tensor, **options: Any) -> dict[str, Tensor]:
+            if not self.training:
+                shares.append(len(x))
+            return super().forward(x, labels, **options)
+
+    def metrics(result: EvalPrediction) -> dict[str, float]:
+        predictions.append(np.asarray(result.predictions).flatten().tolist())
+        return {}
+
+    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    trainer = balance(trainer_of(folder, Shares(uses_items), **options), loads=[3, 1], evaluation=True)
+    trainer.eval_dataset, trainer.compute_metrics = trainer.train_dataset[:17], metrics
+    losses = [trainer.evaluate()["eval_loss"]]
+    trainer.train()
+    losses += [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    losses.append(trainer.predict(trainer.train_dataset[:9]).metrics["test_loss"])
+    return [shares[not uses_items :], predictions, losses]  # the first step is run again to find the kind of the loss
+
+
+@pytest.mark.parametrize("uses_items", [False, True])
+def test_evaluation_counts_each_sample_once(uses_items: bool, tmp_path: Path) -> None:
+    rows = [float(x) for x in range(1, 18)]
+    for rank, found in enumerate(told(evaluations, tmp_path, uses_items)):
+        shares, predictions, losses = found
+        assert shares == [*[[6, 5, 1], [2, 2, 1]][rank] * 3, *[[5, 1], [2, 1]][rank]]
+        assert predictions == [*[rows] * 3, rows[:9]]
+        assert losses[0] == 9.0
+        assert losses[-1] == 5.0
+        assert set(losses[1:-1]) == {9.0}
 
 
 class Stream(IterableDataset[Any]):

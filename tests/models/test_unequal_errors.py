@@ -93,7 +93,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(of(plain, stream="same"), "leave stream out")
     wrong: Any = {"epoch": 3}
     check_refused(lambda: gangline.balance(plain, nn.Linear(1, 1)), "is a DataLoader; expected the", "(model, loader)")  # type: ignore[arg-type]
-    check_refused(lambda: gangline.balance(None, plain), "balance() is a NoneType; expected the network")  # type: ignore[arg-type]
+    check_refused(lambda: gangline.balance("net", plain), "balance() is a str; expected the network")  # type: ignore[arg-type]
     check_refused(of(plain, group="world"), "group is 'world'; expected a process group")
     check_refused(lambda: gangline.balance(nn.Linear(1, 1), data), "is a Numbers, a data set; expected a DataLoader")
     for name in ("loader", "_dataloader"):
@@ -132,7 +132,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
 
     model = nn.Linear(1, 1)
     first = gangline.balance(model, plain)
-    check_refused(lambda: gangline.balance(model, plain), "balanced already", "leave those of evaluation", "close()")
+    check_refused(lambda: gangline.balance(model, plain), "balanced already", "write loader.evaluation(...)", "close()")
     check_refused(lambda: gangline.balance(nn.Sequential(model), plain), "Sequential is balanced already")
     first.close()
 
