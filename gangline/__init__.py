@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from gangline.kvstore.sparse import RowSparse as RowSparse
     from gangline.kvstore.trainer import Trainer as Trainer
     from gangline.launcher.functions import launch as launch
-    from gangline.models.balance.balanced_loader import BalancedLoader as BalancedLoader
-    from gangline.models.balance.balanced_loader import balance as balance
+    from gangline.models.balance.evaluation import BalancedLoader as BalancedLoader
+    from gangline.models.balance.evaluation import balance as balance
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights as load_weights
     from gangline.models.loop.monitor import Monitor as Monitor
@@ -81,7 +81,7 @@ _HOMES = {
     "models.metrics.metric": ("create_metric",),
     "models.module": ("Module",),
     "models.pipelines.pipeline": ("Pipeline",),
-    "models.balance.balanced_loader": ("BalancedLoader", "balance"),
+    "models.balance.evaluation": ("BalancedLoader", "balance"),
     "models.loss.gather_rows": ("gather_rows",),
     "models.zoo": ("create_network",),
 }

@@ -21,6 +21,7 @@ from transformers.data.data_collator import DataCollatorWithFlattening
 
 from gangline.integrations.queued_weights import QueuedWeights, check_options, check_sizes
 from gangline.models.balance.balanced_loader import BalancedLoader
+from gangline.models.balance.evaluation import balance as balance_loader
 from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.lengths import Lengths
 
@@ -226,7 +227,7 @@ class _Balanced(_Base):
         if self._balanced is not None:
             self._evaluation = self._balanced.evaluation(dataloader)
         else:
-            self._evaluation = BalancedLoader(None, dataloader, loads=self._balance_options["loads"])
+            self._evaluation = balance_loader(None, dataloader, loads=self._balance_options["loads"])
         try:
             return super().evaluation_loop(self._evaluation, *arguments, **options)
         finally:

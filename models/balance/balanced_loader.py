@@ -63,15 +63,15 @@ class BalancedLoader:
 
     _trains_as_read = True  # the loop trains each batch before it asks for the next
     _weighs_updates = True  # means with ``count`` are over all batches of an update
+    _evaluation_type: Any = None  # set by the module of evaluation, through which packages import this class
     _sampler_type = ShareSampler
     _timer_type: Callable[..., RankTimer] = RankTimer
     _shared_exchange: RankExchange | None = None  # of the training that an evaluation is part of
 
     def __new__(cls, model: Any, *_: Any, **__: Any) -> BalancedLoader:
         """Create a loader for evaluation if there is no model to train."""
-        from gangline.models.balance.evaluation import EvaluationLoader
-
-        return super().__new__(EvaluationLoader if model is None and cls is BalancedLoader else cls)
+        kind: type[BalancedLoader] = cls._evaluation_type if model is None and cls is BalancedLoader else cls
+        return super().__new__(kind)
 
     def __init__(
         self,
@@ -294,10 +294,9 @@ class BalancedLoader:
         the training, and follow the time of forward; iterate the same object again to keep what was measured too.
         Options are ``loads``, ``global_batch``, ``memory``, ``lengths`` and ``padding`` of `balance`.
         """
-        from gangline.models.balance.evaluation import EvaluationLoader
-
         self._check_open()
-        return EvaluationLoader(self._networks, loader, training=self, **options)
+        split: BalancedLoader = self._evaluation_type(self._networks, loader, training=self, **options)
+        return split
 
     @property
     def samples(self) -> int:
@@ -654,8 +653,6 @@ def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
     add(model)
     return [*networks, parameters] if len(parameters) else networks
 
-
-balance = BalancedLoader  # the name by which programs create it
 
 _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
 """Loaders that are not closed."""

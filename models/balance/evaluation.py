@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.kvstore.reducer.waits import timers
-from gangline.models.balance.balanced_loader import BalancedLoader
+from gangline.models.balance.balanced_loader import BalancedLoader as BalancedLoader
 from gangline.models.balance.global_order import ShareSampler
 from gangline.models.balance.gradient_weights import wrapper_of
 from gangline.models.balance.rank_exchange import group_of
@@ -105,3 +105,7 @@ def _check_step(optimizer: Optimizer, *_: object) -> None:
             f"balance: the {type(optimizer).__name__} of the {wrapper} steps in a batch of evaluation, whose gradients "
             "have no weights; write gangline.balance(model, loader) for a loader that trains"
         )
+
+
+BalancedLoader._evaluation_type = EvaluationLoader
+balance = BalancedLoader  # the name by which programs create it

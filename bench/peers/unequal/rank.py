@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gangline.bench.workload.networks import convolutions
 from gangline.collectives import torch_backend
-from gangline.models.balance.balanced_loader import BalancedLoader, balance
+from gangline.models.balance.balanced_loader import BalancedLoader
+from gangline.models.balance.evaluation import balance
 
 _CLASSES = 10
 _PIXELS = 16

@@ -22,7 +22,8 @@ from gangline.bench.workload.texts import (
     text_lengths,
     train_steps,
 )
-from gangline.models.balance.balanced_loader import BalancedLoader, balance
+from gangline.models.balance.balanced_loader import BalancedLoader
+from gangline.models.balance.evaluation import balance
 from gangline.models.balance.rank_timer import RankTimer
 
 _WORDS, WIDTH = 500, 128
