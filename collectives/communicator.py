@@ -15,7 +15,7 @@ from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.call_signature import encode_signature
 from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DONE, HELD, REDUCE_SCATTER
 from gangline.collectives.devices.nccl_selection import NcclSelection, is_known
-from gangline.collectives.eager import run_eagerly
+from gangline.collectives.eager import outside_modes, run_eagerly
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import (
     check_fits,
@@ -384,7 +384,8 @@ class Communicator:
             return self._engine.submit("barrier", self._host.barrier, None)
         if not self._run_compiled(BARRIER, None):
             self._engine.settle()
-            self._host.barrier()
+            with self._engine.lock.over_several():
+                self._host.barrier()
         return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
@@ -394,8 +395,9 @@ class Communicator:
         """
         check_tensor(tensor)
         check_peer("to", to, self.size, tag)
-        work = self._messages.send(flat_values(tensor), to, tag)
-        return self._messages.finish(work, async_op=async_op)
+        with outside_modes():
+            work = self._messages.send(flat_values(tensor), to, tag)
+            return self._messages.finish(work, async_op=async_op)
 
     def recv(self, tensor: Tensor, source: int | None, tag: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Receive a tensor that another rank sends with the same tag; tags may arrive in any order.
@@ -411,14 +413,18 @@ class Communicator:
 
         Raises:
             MismatchError: if the sent tensor has another number of elements or dtype.
+            ValueError: if the call waits for a message of this rank to itself that has not been sent.
         """
         check_tensor(tensor)
         check_written(tensor)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sources = [source] if source is not None else others or [self.rank]
         check_peer("source", sources[0], self.size, tag)
-        work = self._messages.receive(tensor, sources, tag)
-        pending = self._messages.finish(work, async_op=async_op)
+        if sources == [self.rank] and not async_op:
+            self._messages.check_sent(tag)
+        with outside_modes():
+            work = self._messages.receive(tensor, sources, tag)
+            pending = self._messages.finish(work, async_op=async_op)
         return tensor if pending is None else pending
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:

@@ -1,12 +1,14 @@
-"""Keeps torch.compile out of gangline's calls."""
+"""Keeps torch.compile, inference mode and the transforms of torch.func out of gangline's calls."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._functorch import maybe_current_level
 
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -15,6 +17,24 @@ except ImportError:  # private names, which a later torch may rename
 
 
 T = TypeVar("T", bound=Callable[..., Any])
+_NO_MODES = nullcontext()
+
+
+def has_modes() -> bool:
+    """Return whether this thread is in inference mode or in a transform of torch.func, such as grad or vmap."""
+    return torch.is_inference_mode_enabled() or maybe_current_level() is not None
+
+
+def outside_modes() -> AbstractContextManager[None]:
+    """Leave the modes of `has_modes` for a while: tensors made in them could not be kept and written later."""
+    return leave_modes() if has_modes() else _NO_MODES
+
+
+@contextmanager
+def leave_modes() -> Iterator[None]:
+    """Leave them, as `outside_modes`; also a decorator."""
+    with torch.inference_mode(mode=False), torch._C._DisableFuncTorch():
+        yield
 
 
 def run_eagerly(of: T) -> T:

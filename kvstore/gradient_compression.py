@@ -76,6 +76,7 @@ class CompressedPushes:
             f"{json.dumps(key)}/{sender}": residual.cpu().clone() for (key, sender), residual in self._residuals.items()
         }
 
+    @torch.inference_mode(mode=False)
     def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: _Layout) -> None:
         """Replace all residuals; raise ValueError, before any change, if one does not fit ``layout``."""
         loaded = {}

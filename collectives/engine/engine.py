@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gangline.collectives import algorithms
 from gangline.collectives import compiled_core as core
 from gangline.collectives.call_signature import COLLECTIVES, CallSignature, nbytes_of
+from gangline.collectives.eager import outside_modes
 from gangline.collectives.engine.executor import MisplacedMessageError
 from gangline.collectives.errors import GanglineError, StallError, nested_call
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
@@ -450,7 +451,8 @@ class _CallLock:
         """Hold the lock over several collectives of one call."""
         self._acquire()
         try:
-            yield
+            with outside_modes():
+                yield
         finally:
             self._release()
 

@@ -11,15 +11,26 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 _is_cuda = attrgetter("is_cuda")
 
 
 def data_of(tensor: Tensor) -> Tensor:
-    """Return the tensor without its autograd history, and writable outside of inference mode.
+    """Return the tensor without its autograd history, and writable outside of inference mode and of torch.func.grad.
 
     Writing to it does not change the tensor's autograd version, so saved tensors stay valid, as with gloo.
+
+    Raises:
+        TypeError: if the tensor is a batch of `torch.vmap`.
     """
+    if is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            raise TypeError(
+                "a tensor has a value for each sample of torch.vmap; expected one that does not depend on the sample: "
+                "make the call outside of vmap"
+            )
+        return data_of(get_unwrapped(tensor))
     if tensor.is_inference():
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

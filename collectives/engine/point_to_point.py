@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gangline.collectives.call_signature import CallSignature, encode_signature
 from gangline.collectives.engine.engine import Engine
-from gangline.collectives.engine.host_staging import flat_buffer, write_back
+from gangline.collectives.engine.host_staging import data_of, flat_buffer, write_back
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.liveness.membership import CLOSED
@@ -125,9 +125,22 @@ class PointToPoint:
             self._check_open()
             recv_code = encode_signature("recv", tensor.numel(), tensor.dtype, None, None)
             message_tag = MessageTag(tag, code)
-            self._receives.append(_PendingReceive(tensor, tuple(sources), message_tag, work, recv_code, section))
+            self._receives.append(
+                _PendingReceive(data_of(tensor), tuple(sources), message_tag, work, recv_code, section)
+            )
             self._wake_thread()
         return work
+
+    def check_sent(self, tag: int) -> None:
+        """Raise ValueError if this rank waits for a message to itself that it has not sent."""
+        with self._lock:
+            sent = sum(one.message_tag.sequence == tag for one in self._early.get(self._rank, ()))
+            sent -= sum(one.message_tag.sequence == tag and self._rank in one.sources for one in self._receives)
+        if sent <= 0:
+            raise ValueError(
+                f"source is {self._rank}, this rank itself, which has sent itself no message with tag {tag}, and "
+                "cannot while it waits; call send first, or recv with async_op=True"
+            )
 
     def finish(self, work: Work, *, async_op: bool) -> Work | None:
         """Wait for a message and return None, or complete it in the background and return its Work.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from gangline.collectives.communicator import Communicator
-from gangline.collectives.eager import run_eagerly
+from gangline.collectives.eager import has_modes, leave_modes, run_eagerly
 from gangline.collectives.errors import GanglineError, NestedCallError
 from gangline.collectives.torch_backend import operations
 from gangline.collectives.torch_backend.c10d import (
@@ -315,7 +315,7 @@ class GroupCollectives:
         limit = own.total_seconds() if has_own else self._limit
         waits_at_once = not getattr(opts, "asyncOp", True)
         is_plain = limit is None and not is_profiled() and not has_dispatch_modes()  # modes belong to a thread
-        is_plain = is_plain and not torch.is_inference_mode_enabled()
+        is_plain = is_plain and not has_modes()
         if is_plain and waits_at_once and self._run_now(name, partial(function, self.communicator, *arguments)):
             return self._counted(FinishedWork(written))
         inner = Work(name)
@@ -327,8 +327,8 @@ class GroupCollectives:
         run: Callable[..., None] = self._queue.run
         if limit is not None or not waits_at_once or has_dispatch_modes():
             run = partial(self._queue.submit, by_waiter=is_plain)
-        elif torch.is_inference_mode_enabled():  # buffers that are kept must be writable outside of it
-            operation = partial(_outside_inference_mode, operation)
+        elif has_modes():
+            operation = leave_modes()(operation)
         try:
             run(operation, inner, keys=(self,), priority=0)
         except NoThreadError as error:
@@ -377,11 +377,6 @@ def _method(group: Any, name: str) -> Callable[..., Any]:
     """Return the method of a group of torch's, under the name that this version of torch has for it."""
     found: Callable[..., Any] = getattr(group, name if hasattr(ProcessGroup, name) else _OLD_NAMES[name])
     return found
-
-
-def _outside_inference_mode(operation: Callable[[], None]) -> None:
-    with torch.inference_mode(mode=False):
-        operation()
 
 
 def _first_tensor(values: Iterable[object]) -> Tensor | None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-import torch
 from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
-from gangline.collectives.eager import run_eagerly
+from gangline.collectives.eager import has_modes, run_eagerly
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range
 from gangline.collectives.work import Work, nesting
@@ -98,7 +97,7 @@ class GroupWork(TorchWork):
         is_callers = timeout > _NO_LIMIT
         limit = timeout.total_seconds() if is_callers else self._limit
         queued = self._work.queued  # read once: the queue's thread sets it to None when it takes the call
-        if limit is None and queued is not None and not torch.is_inference_mode_enabled():
+        if limit is None and queued is not None and not has_modes():
             queued()
         try:
             self._work.wait(limit)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C import _len_torch_function_stack
 
 from gangline.kvstore.optimizer import clipping
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
@@ -16,6 +19,19 @@ from gangline.kvstore.sparse import RowSparse
 
 _HEADER = ("initial_learning_rate", "learning_rate", "shapes", "plain")
 """Fields of an `OptimizerState` in its header, in addition to the name."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _on_host(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a call of torch's optimizers: some create their counts of steps on the default device."""
+
+    @wraps(call)
+    def on_host(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.device("cpu") if _len_torch_function_stack() else nullcontext():  # a default device is a mode
+            return call(*args, **kwargs)
+
+    return on_host
 
 
 class KeyedOptimizer:
@@ -84,6 +100,7 @@ class KeyedOptimizer:
         state: dict[str, Any] = self._optimizer.state[self.weights[key]]
         return state
 
+    @_on_host
     def check(self, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
         """Return a torch optimizer over the weight alone; raise ValueError as `add` would."""
         if misfit := self.spec.misfit(weight.dtype):
@@ -99,6 +116,7 @@ class KeyedOptimizer:
         except (TypeError, ValueError) as error:
             raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
+    @_on_host
     @torch.inference_mode(mode=False)  # its state is kept
     def update(
         self, gradients: Sequence[tuple[Key, torch.Tensor | RowSparse]], is_wanted: Callable[[Key], bool] | None = None
@@ -223,6 +241,7 @@ class KeyedOptimizer:
         initial = float(self.spec.arguments["lr"])
         return OptimizerState(self.spec.name, initial, self._learning_rate, shapes, tensors, plain)
 
+    @torch.inference_mode(mode=False)
     def load_state(self, state: OptimizerState, keys: Iterable[Key] | None = None) -> None:
         """Load the state of keys, by default of all, that `OptimizerState.check` accepts; the learning rate stays."""
         state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})

@@ -283,6 +283,7 @@ class DistributedOptimizer(NetworkState, Optimizer):
 
     # torch.optim.Optimizer
 
+    @torch.inference_mode(mode=False)  # the optimizer's state is kept
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, after `synchronize` if there is no closure.
 

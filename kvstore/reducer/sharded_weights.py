@@ -129,6 +129,7 @@ class ShardedWeights:
     the weights and gradients that other workers own.
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(
         self, trained: Sequence[torch.Tensor], network: nn.Module, store: KVStore, memory: Sequence[float] | str
     ) -> None:

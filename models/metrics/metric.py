@@ -190,6 +190,7 @@ class _One(EvalMetric):
         self._local: dict[torch.device | None, _Mean | _TorchMetric] | None = None
         self._gathered: float | None = None  # the global value over all workers
 
+    @torch.inference_mode(mode=False)  # a torchmetrics object keeps its sums
     @torch.no_grad()
     def update(self, label: Any, output: Any, module: Module) -> None:
         self._gathered = None

@@ -107,6 +107,13 @@ def a_message_to_itself_is_a_copy(rank: int, size: int) -> None:
     comm.send(sent, rank, 7)
     sent.zero_()
     same(comm.recv(torch.zeros(2), rank, 7), torch.ones(2))
+    received = torch.zeros(2)
+    work = comm.recv(received, rank, 7, async_op=True)
+    with pytest.raises(ValueError, match=f"source is {rank}, this rank itself, which has sent itself no message with"):
+        comm.recv(torch.zeros(2), rank, 7)
+    comm.send(torch.ones(2), rank, 7)
+    work.wait()
+    same(received, torch.ones(2))
 
 
 @case
