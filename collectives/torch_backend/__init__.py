@@ -13,9 +13,9 @@ behaviour of calls; `weighted_hook` is a communication hook for DistributedDataP
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Backend, Store  # type: ignore[attr-defined]
+from torch.distributed import Backend
 
 from gangline.collectives.torch_backend.c10d import allow_monitored_barrier, name_groups_by_ranks
 from gangline.collectives.torch_backend.gloo_replacement import REPLACE_GLOO, replace_gloo
@@ -25,13 +25,19 @@ from gangline.collectives.torch_backend.process_group import GanglineProcessGrou
 __all__ = ["GanglineProcessGroup", "Samples", "replace_gloo", "weighted_hook"]
 
 
-def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> GanglineProcessGroup:
+def create_group(options: Any, _: object) -> GanglineProcessGroup:
     """Create a process group of backend "gangline", for torch's registry."""
-    return GanglineProcessGroup(store, rank, size, timeout)
+    return GanglineProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        connects=not getattr(options, "enable_reconfigure", False),  # since torch 2.14
+    )
 
 
 if "gangline" not in Backend.backend_list:  # else gangline.integrations.torch_discovery has registered it
-    Backend.register_backend("gangline", create_group, devices=["cpu"])
+    Backend.register_backend("gangline", create_group, extended_api=True, devices=["cpu"])
 allow_monitored_barrier(GanglineProcessGroup)
 name_groups_by_ranks()
 if os.environ.get(REPLACE_GLOO) == "1":
