@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -56,7 +56,6 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         self._timeout = timeout
         self._monitored_barriers = 0
         self._uuids: set[int] = set()
-        self._handle = Handle.create(rank)
         connected = self._connect(store, rank, size, timeout) if connects else NotConnected(rank, size)
         self.communicator = cast(Communicator, connected)  # first, because rank() and size() read it
         GroupCollectives.__init__(self, self.communicator, OtherDevices(self, store, timeout))
@@ -171,6 +170,10 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     def supports_reconfigure(self) -> bool:
         """Whether this torch can change the members of a group: torch 2.14 and later."""
         return can_reconfigure
+
+    @cached_property
+    def _handle(self) -> Handle:
+        return Handle.create(self.rank())
 
     def get_reconfigure_handle(self) -> str:
         """Return this process's handle, by which the members of `reconfigure` name it."""

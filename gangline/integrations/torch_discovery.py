@@ -25,10 +25,11 @@ def at_import_of_torch() -> None:
     if os.environ.get("GANGLINE_REPLACE_GLOO") == "1":
         register()
     elif "gangline" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("gangline", _create, extended_api=True, devices=["cpu"])
+        has_options = hasattr(dist.ProcessGroup, "reconfigure")  # as create_group expects them
+        dist.Backend.register_backend("gangline", _create, extended_api=has_options, devices=["cpu"])
 
 
-def _create(options: object, backend_options: object) -> object:
+def _create(*arguments: object) -> object:
     from gangline.collectives.torch_backend import create_group
 
-    return create_group(options, backend_options)
+    return create_group(*arguments)
