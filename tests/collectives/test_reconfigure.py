@@ -255,11 +255,11 @@ def run_cases(rank: Rank, path: str) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Return the outcomes of all cases on each process that lives to the end."""
     path = tmp_path_factory.mktemp("reconfigure") / "store"
-    with Processes(run_cases, 4, str(path), limit=150) as processes:
+    with Processes(run_cases, 4, str(path), limit=240) as processes:
         return [processes.heard(number) for number in (0, 1, NEWCOMER)]
 
 
-@pytest.mark.timeout(200)  # the first one runs all cases
+@pytest.mark.timeout(300)  # the first one runs all cases
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, outcomes: list[dict[str, str]]) -> None:
     for number, of_process in zip((0, 1, NEWCOMER), outcomes, strict=True):
