@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/collectives/test_torch_backend.py",
     "tests/collectives/test_torch_interface.py",
+    "tests/collectives/test_reconfigure.py",  # skipped before torch 2.14
     "tests/models/test_unequal_ranks.py",  # models/balance/reduction.py
     "tests/integrations/test_torchcomms.py",
 )

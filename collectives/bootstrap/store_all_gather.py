@@ -67,7 +67,7 @@ class StoreAllGather:
     ) -> None:
         self.attempt = attempt
         """Number of the attempt at which the ranks meet."""
-        self._store = store if isinstance(store, ServedStore | UnixStore) else _BoundedStore(store, timeout)
+        self._store = store if isinstance(store, ServedStore | UnixStore) else BoundedStore(store, timeout)
         self._prefix = prefix
         self._rank = rank
         self._size = size
@@ -228,7 +228,7 @@ def store_errors(rank: int, size: int, server: str, late: Sequence[int] = ()) ->
         raise DeadNodeError(f"rank {rank} of {size} {waited}lost {server}: {error}") from error
 
 
-class _BoundedStore:
+class BoundedStore:
     """Store of torch whose calls end: TCPStore waits without a limit for a server that has stopped to answer.
 
     Args:
@@ -240,15 +240,19 @@ class _BoundedStore:
         self._store, self._timeout = store, timeout
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Store a value."""
         self._call(self._store.set, key, value)
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether the store has all the keys."""
         return self._call(self._store.check, keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys that the store has."""
         return self._call(self._store.multi_get, keys)
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key."""
         return self._call(self._store.delete_key, key)
 
     def _call(self, function: Callable[..., _Result], *arguments: object) -> _Result:

@@ -13,11 +13,11 @@ behaviour of calls; `weighted_hook` is a communication hook for DistributedDataP
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Backend, Store  # type: ignore[attr-defined]
+from torch.distributed import Backend
 
-from gangline.collectives.torch_backend.c10d import allow_monitored_barrier, name_groups_by_ranks
+from gangline.collectives.torch_backend.c10d import allow_monitored_barrier, can_reconfigure, name_groups_by_ranks
 from gangline.collectives.torch_backend.gloo_replacement import REPLACE_GLOO, replace_gloo
 from gangline.collectives.torch_backend.hooks import Samples, weighted_hook
 from gangline.collectives.torch_backend.process_group import GanglineProcessGroup
@@ -25,13 +25,22 @@ from gangline.collectives.torch_backend.process_group import GanglineProcessGrou
 __all__ = ["GanglineProcessGroup", "Samples", "replace_gloo", "weighted_hook"]
 
 
-def create_group(store: Store, rank: int, size: int, timeout: timedelta) -> GanglineProcessGroup:
-    """Create a process group of backend "gangline", for torch's registry."""
-    return GanglineProcessGroup(store, rank, size, timeout)
+def create_group(*arguments: Any) -> GanglineProcessGroup:
+    """Create a process group of backend "gangline", for torch's registry.
+
+    Args:
+        arguments: store, rank, size and timeout; or torch's two objects of options, which say since torch 2.14 whether
+            the group connects now.
+    """
+    if not can_reconfigure:
+        return GanglineProcessGroup(*arguments)
+    options, _ = arguments
+    place = (options.store, options.group_rank, options.group_size, options.timeout)
+    return GanglineProcessGroup(*place, connects=not options.enable_reconfigure)
 
 
 if "gangline" not in Backend.backend_list:  # else gangline.integrations.torch_discovery has registered it
-    Backend.register_backend("gangline", create_group, devices=["cpu"])
+    Backend.register_backend("gangline", create_group, extended_api=can_reconfigure, devices=["cpu"])
 allow_monitored_barrier(GanglineProcessGroup)
 name_groups_by_ranks()
 if os.environ.get(REPLACE_GLOO) == "1":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +28,8 @@ begin_range: Callable[..., object] = _record_function_with_args_enter
 """Begin a range of a profile, given its name and the tensors whose sizes it shows."""
 end_range: Callable[[Any], None] = _record_function_with_args_exit
 """End a range of a profile, in any thread."""
+can_reconfigure = hasattr(ProcessGroup, "reconfigure")
+"""True since torch 2.14, which can change the members of a group."""
 
 
 def backend(rank: int, size: int, *, refuses: bool = True) -> Any:
@@ -64,6 +67,28 @@ def backend_names(group: ProcessGroup | None) -> dict[str, str]:
     """Return the backend names of a group by device type, known once the group exists."""
     words = dist.get_backend_config(group).split(",")
     return {kind: name for kind, _, name in (word.partition(":") for word in words)}
+
+
+def renumber(group: ProcessGroup, rank: int, global_ranks: list[int]) -> None:
+    """Update torch's tables of global ranks after the members of a group have changed.
+
+    In the default group, rank and global rank are equal. If this process's global rank changes, the tables of its other
+    groups are emptied: calls with global ranks of those raise ValueError, instead of naming another process.
+
+    Args:
+        group: group with new members.
+        rank: new rank of this process.
+        global_ranks: global rank of each new member, before the change.
+    """
+    tables: dict[Any, dict[int, int]] = distributed_c10d._world.pg_group_ranks
+    if group is dist.group.WORLD:
+        if global_ranks[rank] != rank:
+            tables.update({other: {} for other in tables})
+        global_ranks = list(range(len(global_ranks)))
+    if group in tables:
+        tables[group] = {one: place for place, one in enumerate(global_ranks)} | {global_ranks[rank]: rank}
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()  # compiled functions contain the former rank and size as constants
 
 
 def allow_monitored_barrier(cls: Any) -> None:

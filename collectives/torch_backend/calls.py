@@ -285,6 +285,15 @@ class GroupCollectives:
     def _finish(self) -> None:
         self._queue.close()
 
+    def _replace_communicator(self, communicator: Communicator, reason: GanglineError) -> None:
+        """Run later calls on another communicator; calls that are pending on the present one fail with ``reason``."""
+        former, queue = self.communicator, self._queue
+        self.communicator, self._queue, self._calls, self._coalesced = communicator, WorkQueue(), 0, None
+        self.__dict__.pop("_counting_group", None)
+        former.abort(reason)
+        queue.close()
+        former.close()
+
     # Every call
 
     def _elsewhere(self, name: str, tensor: Tensor) -> Callable[..., Any]:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, NoReturn
+from functools import cached_property, partial
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
 from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
-from gangline.collectives.communicator import open_communicator
+from gangline.collectives.communicator import Communicator, open_communicator
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import GanglineError, StallError
-from gangline.collectives.torch_backend.c10d import backend
+from gangline.collectives.torch_backend.c10d import backend, can_reconfigure, renumber
 from gangline.collectives.torch_backend.calls import GroupCollectives
 from gangline.collectives.torch_backend.other_devices import OtherDevices
+from gangline.collectives.torch_backend.reconfigure import Handle, NotConnected, digest_of, meet, members
+from gangline.collectives.torch_backend.work import FinishedWork
 from gangline.collectives.transports.addresses import is_always_loopback, local_address, reachable_address
 
 _Base: Any = ProcessGroup  # its stubs differ between versions of torch
@@ -41,37 +44,52 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         rank: this process's rank in the group.
         size: number of ranks.
         timeout: time limit for a call, and for the start, to wait for other ranks.
+        connects: connect to the other ranks now; False: `reconfigure` does it later.
 
     Raises:
         StallError: if a rank does not arrive.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, *, connects: bool = True) -> None:
         _Base.__init__(self, rank, size)  # the overload with a store does not construct subclasses
-        seconds = timeout.total_seconds()
+        self._group_store = self._store = store  # the latter has the keys of the present members alone
+        self._timeout = timeout
+        self._monitored_barriers = 0
+        self._uuids: set[int] = set()
+        connected = self._connect(store, rank, size, timeout) if connects else NotConnected(rank, size)
+        self.communicator = cast(Communicator, connected)  # first, because rank() and size() read it
+        GroupCollectives.__init__(self, self.communicator, OtherDevices(self, store, timeout))
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend(rank, size))
+        self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+
+    def _connect(self, store: Store, rank: int, size: int, limit: timedelta) -> Communicator:
         host = _tcp_host(store)
         exchange = StoreAllGather(
             PrefixStore("gangline", store),
             rank,
             size,
-            seconds,
+            limit.total_seconds(),
             where="the process group",
             server="the process that keeps the process group's store",
             key=None if is_always_loopback(host) else job_key(),
         )
-        communicator = open_communicator(
+        return open_communicator(
             rank,
             size,
             exchange,
-            timeout=seconds,
+            timeout=self._timeout.total_seconds(),
             tcp_host=partial(local_address, host) if host else reachable_address,
         )
-        GroupCollectives.__init__(self, communicator, OtherDevices(self, store, timeout))
-        self._store = store
-        self._timeout = timeout
-        self._monitored_barriers = 0
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend(rank, size))
-        self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+
+    if can_reconfigure:
+
+        def getRank(self) -> int:  # noqa: N802  torch's C++ calls it
+            """Return this process's present rank."""
+            return self.communicator.rank
+
+        def getSize(self) -> int:  # noqa: N802
+            """Return the present number of ranks."""
+            return self.communicator.size
 
     def name(self) -> str:
         """Return the backend's name, "gangline"."""
@@ -91,7 +109,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
 
     def get_group_store(self) -> Store:
         """Return the store that the group was created with."""
-        return self._store
+        return self._group_store
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait through the store until all ranks have called it; works even while ranks wait in a collective.
@@ -147,6 +165,67 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split")
         return group
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether this torch can change the members of a group: torch 2.14 and later."""
+        return can_reconfigure
+
+    @cached_property
+    def _handle(self) -> Handle:
+        return Handle.create(self.rank())
+
+    def get_reconfigure_handle(self) -> str:
+        """Return this process's handle, by which the members of `reconfigure` name it."""
+        self._check_one_backend()
+        return self._handle._replace(rank=self.rank()).encode()
+
+    def reconfigure(self, opts: Any) -> FinishedWork:
+        """Replace the members of this group, in place. Collective over the new members.
+
+        They meet at the group's store. Until all have come, and if one does not, the group stays as it was. Then
+        pending calls on the former members fail, as does the next call of a former member that is not among the new.
+
+        Args:
+            opts: torch's ReconfigureOptions: a ``uuid`` that was not used before; the ``handles`` of the new members,
+                as a list in the order of their new ranks, or a set to keep their order; ``timeout`` of the meeting and
+                of connecting, None for the group's. ``hints`` are ignored.
+
+        Returns:
+            The handle of a finished call.
+
+        Raises:
+            ValueError: if a handle is invalid or occurs twice, or this process's handle is missing.
+            StallError: if a member does not call it in time; the message names it.
+            DeadNodeError: if a member of this host has ended before it called it.
+            MismatchError: if a member passes other handles.
+            RuntimeError: if this process used the uuid before, or the group has backends for other devices.
+        """
+        self._check_one_backend()
+        rank, handles = members(opts.handles, self._handle)
+        if opts.uuid in self._uuids:
+            raise GanglineError(f"reconfigure uuid {opts.uuid} was already used by this group; expected a new number")
+        self._uuids.add(opts.uuid)
+        limit = self._timeout if opts.timeout is None else opts.timeout
+        store = PrefixStore(f"reconfigure/{opts.uuid}", self._group_store)
+        global_rank = dist.get_rank() if dist.is_initialized() else self.rank()
+        global_ranks = meet(store, rank, handles, global_rank, limit.total_seconds())
+        store = PrefixStore(digest_of(handles), store)
+        communicator = self._connect(store, rank, len(handles), limit)
+        reason = GanglineError(
+            f"rank {self.rank()} reconfigured the process group to {len(handles)} members during this call or before; "
+            "expected calls to be awaited before reconfigure, and then calls of the new members only"
+        )
+        self._replace_communicator(communicator, reason)
+        self._store, self._monitored_barriers = store, 0
+        renumber(self, rank, global_ranks)
+        return FinishedWork([])
+
+    def _check_one_backend(self) -> None:
+        others = self.other_devices.devices() if self in dist.distributed_c10d._world.pg_backend_config else []
+        if others:
+            names = ", ".join(map(str, others))
+            raise RuntimeError(f"reconfigure is not supported by a process group with another backend for {names}")
 
     def merge_remote_group(self, *_: object, **__: object) -> NoReturn:
         """Raise ValueError: not supported."""

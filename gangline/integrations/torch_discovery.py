@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _HOME = "gangline.collectives.torch_backend"
 
@@ -31,10 +25,11 @@ def at_import_of_torch() -> None:
     if os.environ.get("GANGLINE_REPLACE_GLOO") == "1":
         register()
     elif "gangline" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("gangline", _create, devices=["cpu"])
+        has_options = hasattr(dist.ProcessGroup, "reconfigure")  # as create_group expects them
+        dist.Backend.register_backend("gangline", _create, extended_api=has_options, devices=["cpu"])
 
 
-def _create(store: Store, rank: int, size: int, timeout: timedelta) -> object:
+def _create(*arguments: object) -> object:
     from gangline.collectives.torch_backend import create_group
 
-    return create_group(store, rank, size, timeout)
+    return create_group(*arguments)

@@ -593,9 +593,9 @@ def test_case(name: str, outcomes: list[dict[str, str]]) -> None:
 NOT_CALLS = {
     *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "_add_ephemeral_timeout"),
     *("_backend_id", "_id", "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend"),
-    *("_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "get_reconfigure_handle", "group_desc"),
-    *("group_name", "new_window", "rank", "reconfigure", "register_abort_hook", "register_post_hook"),
-    *("register_pre_hook", "size", "supports_reconfigure", "supports_window", "unbox", "unregister_abort_hook"),
+    *("_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "group_desc"),
+    *("group_name", "new_window", "rank", "register_abort_hook", "register_post_hook"),
+    *("register_pre_hook", "size", "supports_window", "unbox", "unregister_abort_hook"),
     *("unregister_post_hook", "unregister_pre_hook", "use_pg_for_symm_mem_rendezvous"),
 }
 """Attributes that torch handles itself and never asks of a backend."""
