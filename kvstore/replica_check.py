@@ -48,11 +48,7 @@ def is_due(step: int, interval: int) -> bool:
 def number_of_weights(weights: Iterable[Tensor]) -> float:
     """Return a number that changes if one bit of the weights flips, and with the kind of device; exact in float64."""
     given = [*weights]
-    return (
-        float(_hash(sorted({*map(_kind_of, given)}), 2) * _KIND + _hash([*map(_sum_of_bits, given)], 4))
-        if given
-        else 0.0
-    )
+    return float(_hash(sorted({*map(_kind_of, given)}), 2) * _KIND + _hash(_sums_of_bits(given), 4)) if given else 0.0
 
 
 def compare_weights(
@@ -66,7 +62,7 @@ def compare_weights(
     for kind in sorted({number // _KIND for number in numbers if number}):
         rows = {rank: (number, 0.0) for rank, number in enumerate(numbers) if number // _KIND == kind}
         if _differ(rows.values()):
-            entries = [[name, _sum_of_bits(one), 0.0] for name, one in weights.items()]
+            entries = [[*pair, 0.0] for pair in zip(weights, _sums_of_bits([*weights.values()]), strict=True)]
             raise _mismatch(f"{where} the weights of", "differ", rows, all_gather(entries))
 
 
@@ -174,10 +170,17 @@ def octets_of(tensor: Tensor) -> Tensor:
     return octets if octets.storage_offset() % 8 == 0 else octets.clone()
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
-    octets = octets_of(tensor)
-    whole = octets.numel() // 8 * 8
-    return int(octets[:whole].view(torch.int64).sum() + octets[whole:].sum())
+def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the sum of each tensor's words of 8 bytes; each device sends its sums to the host at once."""
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for place, tensor in enumerate(tensors):
+        octets = octets_of(tensor)
+        whole = octets.numel() // 8 * 8
+        by_device.setdefault(tensor.device, {})[place] = octets[:whole].view(torch.int64).sum() + octets[whole:].sum()
+    found: dict[int, int] = {}
+    for sums in by_device.values():
+        found |= zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)
+    return [found[place] for place in range(len(tensors))]
 
 
 def _hash(values: Iterable[Any], octets: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
@@ -30,12 +31,20 @@ class GradientReducer(Reducer):
 
     def __init__(self, parameters: Mapping[Key, torch.Tensor], store: KVStore) -> None:
         super().__init__([parameters], store)
-        if isinstance(store, AllReduceStore):
-            store.outside.update(parameters)
+        self._outside = store.outside if isinstance(store, AllReduceStore) else {}
+        self._outside.update(parameters)
         self._keeps_hooks = True  # `begin` is called within a backward, where hooks cannot be added
         self._has_gradients = True
         self._means: dict[Key, torch.Tensor] = {}
         self._whole: set[int] = set()  # priorities of the buckets that this worker has pushed with all gradients
+
+    @contextmanager
+    def not_compared(self) -> Iterator[None]:
+        """Do not compare the weights of this worker with those of the others for a while."""
+        compared = dict(self._outside)
+        self._outside.clear()
+        yield
+        self._outside.update(compared)
 
     def has_assigned(self) -> bool:
         """Return True if a ``.grad`` is not a mean of this reducer: backward made it, or the user assigned it."""

@@ -137,14 +137,14 @@ def test_a_first_late_write_through_data_is_not_lost() -> None:
 def _bytes_summed(comm: Communicator, kind: str) -> list[int]:
     net = nn.Embedding(1000, 4, sparse=True) if kind == "table" else nn.Linear(128, 8, bias=False)
     counts, found = [0], []
-    octets = written_weights._octets
+    octets = written_weights.octets_of
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         counts[-1] += tensor.nbytes
         return octets(tensor)
 
     with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as kv:
-        patch.setattr(written_weights, "_octets", counted)
+        patch.setattr(written_weights, "octets_of", counted)
         trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kv)
         for _ in range(6):
             trainer.zero_grad()

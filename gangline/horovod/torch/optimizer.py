@@ -156,7 +156,8 @@ class DistributedOptimizer(distributed_optimizer.DistributedOptimizer):
         for key, parameter in self._trained.items():
             zeros = torch.zeros_like(parameter)
             parameter.grad = zeros.to_sparse(1) if key in self._reducer.sparse_keys else zeros
-        super().synchronize()
+        with self._reducer.not_compared():  # its weights stay behind those of the other ranks
+            super().synchronize()
         self.zero_grad()
 
     def _announce(self) -> None:
