@@ -17,11 +17,12 @@ from gangline.collectives.workload import split_within
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
-from gangline.models.data.lengths import Costs
+from gangline.models.data.lengths import Costs, cost_of
 from gangline.models.elapsed_time import Measurements
 
 _log = logging.getLogger("gangline")
 _FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
+_ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
 _PRECISION = 0.005  # relative, of the time of a step
 _PARTS = 4096  # into which the cost of a global batch can be cut
 _USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
@@ -46,6 +47,16 @@ class _Split(NamedTuple):
     loads: list[float]
     caps: list[int | None]
     order: list[int]  # ranks, that of the longest samples first
+
+    def alike(self) -> list[list[int]]:
+        """Return groups of ranks of similar speed and the same cap, in order."""
+        groups: list[list[int]] = []
+        for rank in self.order:
+            first = groups[-1][0] if groups else rank
+            ratio = self.loads[rank] / self.loads[first]
+            is_alike = 1 / _ALIKE <= ratio <= _ALIKE and self.caps[rank] == self.caps[first]
+            groups = [*groups[:-1], [*groups[-1], rank]] if groups and is_alike else [*groups, [rank]]
+        return groups
 
 
 class RankBalance:
@@ -131,14 +142,24 @@ class RankBalance:
         return split_within(size, split.loads, split.caps, self.minimum)
 
     def cut(self, batch: int, costs: Any, steps: int = 1, *, padding: bool = True) -> list[list[Any]]:
-        """Return the positions of each rank's samples in each of ``steps`` global batches of these costs together."""
+        """Return the positions of each rank's samples in each of ``steps`` global batches of these costs together.
+
+        Ranks need not wait for each other between these batches. Of ranks of similar speed the one that has the least
+        of the update so far gets the next larger part, so that all end the update together.
+        """
         split = self._split(batch)
         parts = [rank for _ in range(steps) for rank in split.order]
         caps = [split.caps[rank] for rank in parts]
         cut = cut_by_cost(costs, [split.loads[rank] for rank in parts], caps, self.minimum, padding=padding)
-        found = []
+        found, spent = [], [0.0] * self._size
         for begin in range(0, len(parts), self._size):
             of_rank = dict(zip(split.order, cut[begin : begin + self._size], strict=True))
+            for ranks in split.alike() if steps > 1 else ():
+                own = {rank: cost_of(costs[of_rank[rank]], padding=padding) for rank in ranks}
+                largest = [of_rank[rank] for rank in sorted(ranks, key=own.__getitem__, reverse=True)]
+                for rank, part in zip(sorted(ranks, key=spent.__getitem__), largest, strict=True):
+                    of_rank[rank] = part
+                    spent[rank] += cost_of(costs[part], padding=padding) / split.loads[rank]
             found.append([of_rank[rank] for rank in range(self._size)])
         return found
 

@@ -100,13 +100,18 @@ class Lengths:
 
     def cost(self, costs: Costs) -> float:
         """Return the cost of a batch of samples of these costs."""
-        if not len(costs):
-            return 0.0
-        return float(costs.max() * len(costs) if self.padding else costs.sum())
+        return cost_of(costs, padding=self.padding)
 
     def in_batch(self, costs: Costs) -> list[float]:
         """Return what each sample costs in a batch of samples of these costs: with padding as much as the longest."""
         return [float(costs.max())] * len(costs) if self.padding and len(costs) else costs.tolist()
+
+
+def cost_of(costs: Costs, *, padding: bool) -> float:
+    """Return the cost of a batch of samples of these costs: with padding, as if all were the longest."""
+    if not len(costs):
+        return 0.0
+    return float(costs.max() * len(costs) if padding else costs.sum())
 
 
 @dataclass(frozen=True)

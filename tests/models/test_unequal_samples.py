@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import gangline
 from gangline import Communicator, spawn
-from gangline.models.balance.rank_balance import cut_by_cost, ranks_by_speed
-from gangline.models.data.lengths import Arrangement, Lengths
+from gangline.models.balance.rank_balance import RankBalance, cut_by_cost, ranks_by_speed
+from gangline.models.data.lengths import Arrangement, Lengths, cost_of
 from tests.models.test_unequal_ranks import weights, wrapped
 from tests.models.unequal_jobs import Batches, Stream, balanced, flat, gathered, join
 
@@ -253,6 +253,22 @@ def test_ranks_change_places_only_if_one_is_much_faster() -> None:
     order = ranks_by_speed([1.0, 3.0, 1.2], order)
     assert order == [1, 0, 2]
     assert ranks_by_speed([1.0, 0.9, 1.2], order) == [1, 0, 2]
+
+
+@pytest.mark.parametrize(("loads", "most"), [([1.0, 1.0], 1.017), ([1.02, 1.0, 1.0], 1.012), ([3.0, 1.0], 1.02)])
+def test_the_ranks_end_an_update_together(loads: list[float], most: float) -> None:
+    """Ranks need not wait for each other within it, so their parts may be unequal in one of its batches."""
+    balance, draw = RankBalance(0, loads, by_cost=True), np.random.default_rng(0)
+    slowest = mean = 0.0
+    for number in range(20):
+        costs = draw.lognormal(4, 1, 64 * len(loads)).clip(8, 512)
+        steps = balance.cut(number, costs, 4)
+        assert sorted(np.concatenate([part for step in steps for part in step]).tolist()) == list(range(len(costs)))
+        spent = [
+            sum(cost_of(costs[step[rank]], padding=True) for step in steps) / load for rank, load in enumerate(loads)
+        ]
+        slowest, mean = slowest + max(spent), mean + np.average(spent, weights=loads)
+    assert slowest <= most * mean
 
 
 def test_batches_of_a_pool_are_of_similar_lengths_in_an_order_of_the_seed() -> None:
