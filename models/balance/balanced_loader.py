@@ -511,30 +511,33 @@ class BalancedLoader:
                 last batches of the update, the current one last.
 
         Raises:
-            ValueError: on all ranks, if a loss is not one number, the ranks have different numbers of losses or more
-                than batches of this update, or loss_reduction is "normalized", since the loop then divides its loss.
+            ValueError: if a loss is not one number, there are more losses than batches of this update, or
+                loss_reduction is "normalized", since the loop then divides its loss; RuntimeError on the other ranks.
+            MismatchError: if the ranks have different numbers of losses.
         """
-        if self._loss_reduction == "normalized":
-            raise ValueError('mean() weights losses, but loss_reduction is "normalized"; expected "mean" or "sum"')
         given = list(losses) if isinstance(losses, Sequence) else [losses]
-        batches = self._update[len(self._update) - len(given) :]
-        is_right = 0 < len(given) <= len(self._update)
-        shapes = [tuple(loss.shape) for loss in given if isinstance(loss, Tensor) and loss.numel() != 1]
-        rank, is_sum, own = self._exchange.rank, self._loss_reduction == "sum", 0.0
-        for loss, batch in zip(given, batches, strict=False) if is_right and not shapes else ():
-            if batch.samples and batch.counted[rank]:  # else it is a mean over nothing
-                own += float(loss) * (1.0 if is_sum else batch.counted[rank])
-        rows = self._exchange.gather([own, len(given), bool(shapes)])
-        lengths = [int(length) for _, length, _ in rows]
-        if shapes or any(row[2] for row in rows):
-            shown = f"a tensor of shape {shapes[0]}" if shapes else "a tensor of several numbers on another rank"
-            raise ValueError(f"mean() got {shown}; expected one number for each batch")
-        if not is_right or len(set(lengths)) > 1:
-            raise ValueError(
-                f"mean() got {lengths} losses on the ranks, where this update has trained {len(self._update)} batches; "
-                "expected the loss of the current batch, or a list of those of the update's last batches"
-            )
-        return sum(row[0] for row in rows) / (sum(sum(batch.counted) for batch in batches) or 1.0)
+        batches, rank = self._update[-len(given) :] if given else [], self._exchange.rank
+
+        def own_sum() -> tuple[float, int]:
+            if self._loss_reduction == "normalized":
+                raise ValueError('mean() weights losses, but loss_reduction is "normalized"; expected "mean" or "sum"')
+            if not 0 < len(given) == len(batches):
+                raise ValueError(
+                    f"mean() got {len(given)} losses, and this update has trained {len(self._update)} batches; "
+                    "expected the loss of the current batch, or a list of those of the update's last batches"
+                )
+            summed = 0.0
+            for loss, batch in zip(map(torch.as_tensor, given), batches, strict=True):
+                if loss.numel() != 1:
+                    raise ValueError(f"mean() got a tensor of shape {tuple(loss.shape)}; expected one number")
+                if batch.samples and batch.counted[rank]:  # else it is a mean over nothing
+                    summed += float(loss.detach()) * (1.0 if self._loss_reduction == "sum" else batch.counted[rank])
+            return summed, len(given)
+
+        with waiting_for_ranks():
+            sums = self._exchange.all_gather_results(own_sum, "mean() of losses")
+        check_same([{"the number of losses": length} for _, length in sums], "mean() of losses")
+        return sum(summed for summed, _ in sums) / (sum(sum(batch.counted) for batch in batches) or 1.0)
 
     def _begin_batch(self, batch: BalancedBatch) -> None:
         self._balance.begin_batch(batch.cost, batch.samples)
