@@ -22,6 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from gangline.collectives.errors import MismatchError
 from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
@@ -30,6 +31,8 @@ from gangline.models.data.lengths import Arrangement, Update
 from gangline.models.data.loaders import sampler_of
 
 _CHUNK = 64  # global batches whose indices one message carries
+_COMPARED = 4096  # samples of a data set of which ranks compare whether their samplers draw them
+_HASH, _BITS = 2654435761, 0xFFFFFFFF  # these have a small product with the first, modulo the second
 
 
 class SampleOrder:
@@ -92,12 +95,15 @@ class RankOrder:
         size: int | None = None,
         drop_last: bool = False,
         length: int | None = None,
+        samples: int | None = None,
     ) -> None:
         """Read this rank's lists of indices, anew for each epoch.
 
         With ``of_all_ranks`` a global batch is one list from each rank; else as many lists from rank 0, or with
-        ``size`` that many samples cut from them.
+        ``size`` that many samples cut from them. The other ranks then draw too, as in a loop without `balance`, and
+        compare the samples of their first epoch, of a data set of ``samples``, with those of rank 0.
         """
+        self._samples = samples
         self._lists, self._exchange, self._of_all_ranks = lists, exchange, of_all_ranks
         self._size, self._drop_last = size, drop_last
         self.length = length
@@ -128,27 +134,46 @@ class RankOrder:
     def _chunks(self) -> Iterator[list[Sequence[Any]]]:
         """Return lists in the order of training, in chunks."""
         reads = self._of_all_ranks or not self._exchange.rank
-        own = chain(self._lists if reads else ())  # `read` opens it, whose errors reach all ranks
+        own = chain(self._lists)  # `read` opens it, whose errors reach all ranks
         count = _CHUNK if self._of_all_ranks else _CHUNK * self._exchange.size
+        drawn: set[int] = set()  # some of the samples, the same on all ranks if all draw all
+        part = 0.0 if self._of_all_ranks or not self._samples else _COMPARED / self._samples
 
         def read() -> tuple[list[Any] | Tensor, list[int]]:
             lists = [list(each) for each in islice(own, count)]
             indices = list(chain.from_iterable(lists))
             is_plain = all(isinstance(index, int | np.integer) for index in indices)  # a tensor is read much faster
             packed = torch.tensor(indices, dtype=torch.int64, device="cpu") if is_plain else indices
-            return packed, [len(each) for each in lists]
+            if part and isinstance(packed, Tensor):
+                drawn.update(packed[(packed * _HASH & _BITS) <= part * _BITS].tolist())
+            return (packed, [len(each) for each in lists]) if reads else ([], [])
 
         while True:
             found = [
                 _cut(*packed) for packed in self._exchange.all_gather_results(read, "reading the order of samples")
             ]
             if not any(found):
+                if part:
+                    self._compare(drawn)
                 return
             if self._of_all_ranks:
                 longest = max(map(len, found))
                 yield [of_rank[n] if n < len(of_rank) else [] for n in range(longest) for of_rank in found]
             else:
                 yield found[0]
+
+    def _compare(self, drawn: set[int]) -> None:
+        """Raise MismatchError, on all ranks, if each rank's sampler has drawn its own part of the data. Collective."""
+        all_samples, self._samples = min(_COMPARED, self._samples or 0), None  # once
+        of_ranks = [*map(set, self._exchange.all_gather(list(drawn)))]
+        drawn_by_any = set().union(*of_ranks)
+        is_in_parts = all(of_ranks) and sum(map(len, of_ranks)) == len(drawn_by_any)
+        if is_in_parts and 2 * len(drawn_by_any) > all_samples > 1 and self._exchange.size > 1:
+            raise MismatchError(
+                "balance: the sampler draws other samples on each rank, and only those of rank 0 were trained; "
+                "expected one that draws all samples on each rank or, if it draws the part of its rank, has attributes "
+                "rank and num_replicas"
+            )
 
 
 def _cut(indices: list[Any] | Tensor, lengths: list[int]) -> list[Sequence[Any]]:
@@ -190,7 +215,16 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
         lists, cut_size, drawn, per_batch = batches, None, batches, 1 if of_all_ranks else exchange.size
     count = length_of(drawn)
     length = None if count is None else _batch_count(count, per_batch, drop_last=drops)
-    return RankOrder(lists, exchange, of_all_ranks=of_all_ranks, size=cut_size, drop_last=drops, length=length), size
+    order = RankOrder(
+        lists,
+        exchange,
+        of_all_ranks=of_all_ranks,
+        size=cut_size,
+        drop_last=drops,
+        length=length,
+        samples=length_of(loader.dataset),
+    )
+    return order, size
 
 
 def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) -> int:

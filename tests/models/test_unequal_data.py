@@ -11,13 +11,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import gangline
 from gangline import Communicator, spawn
 from gangline.models.data.same_data import describe_data
 from tests.models.test_unequal_errors import check_refused
-from tests.models.unequal_jobs import Stream, balanced, cut, epoch_of, flat, join
+from tests.models.unequal_jobs import Listed, Stream, balanced, cut, epoch_of, flat, join
 
 
 class Files(Dataset[Tensor]):
@@ -76,6 +83,16 @@ def agreement(comm: Communicator, path: str) -> None:
     for what, calls in own.items():
         for call in calls:
             check_refused(call, what, "give the whole data set", 'stream="own") if')
+
+    halves: list[dict[str, Any]] = [
+        {"sampler": Listed(range(rank, 32, 2))},  # of the user's own, without rank and num_replicas
+        {"batch_sampler": Listed(cut(range(rank, 32, 2), 4))},
+    ]
+    for half in halves:
+        loader = balanced(DataLoader(numbers, **half))
+        check_refused(lambda: epoch_of(loader), "the sampler draws other samples on each rank")  # noqa: B023
+    for both in (Listed(range(32)[:: 1 - 2 * rank]), Listed(range(rank, 31)), WeightedRandomSampler([1.0] * 32, 32)):
+        epoch_of(balanced(DataLoader(numbers, batch_size=4, sampler=both)))
 
     def state() -> str:
         generator = augmented.generator.bit_generator.state
