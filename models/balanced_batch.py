@@ -33,7 +33,8 @@ class BalancedBatch:
     samples: int = 1
     """Samples of this rank; 0 if its batch only repeats a sample with weight 0."""
     share: float = 1.0
-    """Factor that makes the mean over ranks of their losses that of the global batch."""
+    """Factor that makes the mean over ranks of their losses that of the global batch or, with ``accumulate`` and
+    ``count``, that over the batches of the update too."""
     weight: float = 1.0
     """Factor of this rank's gradients at the parameters: the share, or 1 if the loop itself weights its loss."""
     group: dist.ProcessGroup | None = None
@@ -46,6 +47,8 @@ class BalancedBatch:
     """With lengths: place in the global batch of each sample of all ranks, in rank order; else empty."""
     ends_update: bool = True
     """True if the optimizer steps after this batch."""
+    scale: float = 1.0
+    """Factor from this share to one of the global batch alone."""
 
     def in_order(self, rows: Tensor) -> Tensor:
         """Return rows of all ranks, in evaluation in the order of the samples if there is one for each."""
@@ -180,9 +183,11 @@ def batch_of_rows(rows: Tensor) -> BalancedBatch:
 
 
 def share_of_mean(value: Tensor) -> Tensor:
-    """Return a rank's mean loss times its share of the batch: the mean of that over the ranks is over all samples."""
+    """Return a rank's loss times its share of the batch: the mean of that over the ranks is over all samples."""
     batch = batch_of_rows(value)
-    return value * batch.share if batch.samples and batch.share else torch.zeros_like(value)
+    if batch.weight == 1.0 != batch.share and batch not in evaluated:  # the loop has weighted its loss
+        return value
+    return value * (batch.share * batch.scale) if batch.samples and batch.share else torch.zeros_like(value)
 
 
 def _one_of(owners: Iterable[BatchesOfNetworks], what: str) -> BalancedBatch:

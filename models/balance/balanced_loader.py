@@ -30,7 +30,12 @@ from gangline.models.balance.global_order import (
     check_global_batch,
     order_of,
 )
-from gangline.models.balance.gradient_weights import GradientWeights, check_not_balanced, replicated
+from gangline.models.balance.gradient_weights import (
+    GradientWeights,
+    check_not_balanced,
+    has_collectives,
+    replicated,
+)
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
 from gangline.models.balance.micro_batches import MicroBatches
@@ -242,6 +247,7 @@ class BalancedLoader:
         self._outer = self._steps if outer is None else outer
         self._restore: Callable[[], Any] = lambda: None
         self._joins_batches = arrangement is not None and arrangement.joins
+        self._accumulate, self._cuts_updates = together, arrangement is not None and arrangement.by_parts
         if outer is not None:
             self._restore = weakref.finalize(self, read_unequal(outer, self._steps, waiting_for_ranks))
         is_weighted = loss_reduction != "normalized"
@@ -261,6 +267,7 @@ class BalancedLoader:
             smallest=self.global_batch if self._drops else 1,
             accumulate=together,
             weighs_updates=self._weighs_updates and together > 1 and count is not None and loss_reduction == "mean",
+            has_collectives=has_collectives(networks),
         )
         self._update: list[BalancedBatch] = []  # its batches that were trained
         self._is_ramped = False  # global_batch was set
@@ -391,6 +398,8 @@ class BalancedLoader:
         self._balance.begin_epoch()
         self._seed = starts[0]["seed"]
         self._consumed = starts[0]["skip"]
+        if self._cuts_updates:  # one that was begun is trained again
+            self._consumed -= self._consumed % (self._accumulate * self.global_batch)
         timer = self._balance.timer
         self._was_left = True  # until its end
         self._cuts_anew = False
@@ -430,7 +439,7 @@ class BalancedLoader:
             raise RuntimeError("the balanced loader is closed; call balance() again to go on")
 
     def stop(self) -> None:
-        """End the epoch on all ranks after the current batch; any rank may call it."""
+        """End the epoch on all ranks after the current batch, or its update (``accumulate``); any rank may call it."""
         self._lockstep.is_stopping = True
 
     def skip(self) -> None:
@@ -462,7 +471,8 @@ class BalancedLoader:
                 loss_function(model(part.images), part.labels).backward()
             optimizer.step()
 
-        The sum of the parts' gradients is that of the batch's loss, without a division in the loop. They are
+        The sum of the parts' gradients is that of the batch's loss, without a division in the loop (with
+        ``accumulate=k`` it still divides by k). They are
         synchronized in the backward of the last part: DistributedDataParallel, FSDP and accelerate are switched within
         the loop. A rank with too few samples repeats some with weight 0; `samples`, which is the part's, is 0 then.
 
@@ -519,6 +529,9 @@ class BalancedLoader:
         batches, rank = self._update[-len(given) :] if given else [], self._exchange.rank
 
         def own_sum() -> tuple[float, int]:
+            current, last = self._batch, self._update[-1] if self._update else None
+            if current is not None and last is not None and current is not last and current.number == last.number:
+                raise ValueError("mean() got the loss of a micro-batch; expected that of the batch, after their loop")
             if self._loss_reduction == "normalized":
                 raise ValueError('mean() weights losses, but loss_reduction is "normalized"; expected "mean" or "sum"')
             if not 0 < len(given) == len(batches):

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -45,6 +46,7 @@ class EvaluationLoader(BalancedLoader):
             what = f"{type(loader).__name__} of a {type(dataset).__name__}"
             raise ValueError(f"evaluation is of a {what}; expected a torch DataLoader over a map-style data set")
         networks = list(model or ())
+        self._units = [unit for network in networks for unit in network.modules() if isinstance(unit, FSDPModule)]
         self._timer_type = lambda _: RankTimer(networks, has_backward=False)
         self._kept: list[float] = []
         options = {"memory": None, "group": None, "loss_reduction": "normalized", **options}
@@ -66,6 +68,8 @@ class EvaluationLoader(BalancedLoader):
         finally:
             guard.remove()
             self._end_batch()
+            for unit in self._units:  # a root stays whole after forward, and would keep old weights after a step
+                unit.reshard()
             for timer in paused:
                 timer.pause()
                 timer.resume()

@@ -42,7 +42,7 @@ class SampleOrder:
         self._sampler, self._size, self._drop_last = sampler, size, drop_last
 
     def resize(self, size: int) -> None:
-        """Set the samples of a global batch, from the next epoch on."""
+        """Set the samples of a global batch, for iterations that begin later."""
         self._size = size
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
@@ -337,6 +337,11 @@ def shares_of(
     lengths = arrangement.lengths
     costs = lengths.of(samples)
     for cut in balance.cut(number, costs, steps, padding=lengths.padding):
+        if not any(len(places) for places in cut):
+            raise ValueError(
+                f"an update has {len(samples)} samples for {steps} steps of shares of {balance.minimum} samples or "
+                "more; expected a larger global_batch, or accumulate=1"
+            )
         own = cut[rank]
         share = [samples[place] for place in own] or [samples[int(costs.argmin())]] * balance.minimum
         counts = [len(places) for places in cut]

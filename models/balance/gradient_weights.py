@@ -263,6 +263,13 @@ def wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     return f"{type(outermost).__name__}{inside}"
 
 
+def has_collectives(networks: Sequence[nn.Module]) -> bool:
+    """Return whether forward or backward may wait for other ranks where gradients are not reduced."""
+    kinds = (nn.SyncBatchNorm, DistributedBatchNorm, FSDPModule, FullyShardedDataParallel)
+    are_ddp = all(isinstance(getattr(network, "_orig_mod", network), DistributedDataParallel) for network in networks)
+    return not are_ddp or any(isinstance(layer, kinds) for network in networks for layer in network.modules())
+
+
 def replicated(networks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return the trained parameters that are equal on all ranks, for a `ReplicaCheck`.
 

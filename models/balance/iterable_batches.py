@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.models.balance.global_order import check_global_batch, shares_of
 from gangline.models.balance.lockstep import Piece
@@ -136,7 +136,9 @@ class IterableBatches:
         self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int, first: int
     ) -> Iterator[tuple[list[Any], Piece]]:
         """Return this rank's part of each global batch of the same stream, by cost."""
-        order = iter(BatchSampler(samples, self._size, drop_last=False))
+        order = iter(lambda: list(islice(samples, self._size)), [])  # `resize` holds from the next batch on
+        if not arrangement.joins:
+            skip -= sum(1 for _ in islice(samples, skip))
         for number, batch in enumerate(arrangement.batches(order, seed, skip), first):
             if batch is not None:
                 yield from shares_of(batch, number, self._balance, self._rank, arrangement)

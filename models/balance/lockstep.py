@@ -71,7 +71,8 @@ class Signal(IntEnum):
     REDUCED = 5
     """It waits for the sum of gradients: `Reduction.adds`, and the number of a parameter that is not finite, follow."""
     SKIPPED = 6
-    """It has no gradient in this step: `Reduction.adds`, and its share's cost if it ran out of memory, follow."""
+    """It has no gradient in this step: `Reduction.adds`, its share's cost if it ran out of memory, and
+    `Reduction.arrived` follow."""
     LOST = 7
     """Like SKIPPED, but a part of its gradient may be in the sum already."""
     LEFT = 8
@@ -90,8 +91,8 @@ _Rows = Sequence[Sequence[float]]
 class Lockstep:
     """Messages that keep ranks in step: one when the loop asks for a batch, and one while its gradient is reduced.
 
-    The batches of an update are read, and their counts exchanged, before its first one. The others need no message if
-    gradients are not tracked, so that no step can be skipped.
+    The batches of an update are read, and their counts exchanged, before its first one. If no other rank can wait for
+    a gradient or a layer in the others, they need no message, but for the last one, in which gradients are reduced.
 
     All ranks send the same number of messages. A message announces its rank's next action, and every rank derives the
     same decision from all ranks' messages.
@@ -109,12 +110,15 @@ class Lockstep:
         smallest: int,
         accumulate: int = 1,
         weighs_updates: bool = False,
+        has_collectives: bool = True,
     ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
         ``count`` None: samples. A global batch of fewer than ``smallest`` samples ends the epoch. An update has
         ``accumulate`` batches; with ``weighs_updates`` the mean of their gradients is over what all of them count.
+        Without ``has_collectives`` ranks wait for each other in the last of them only.
         """
+        self._has_collectives = has_collectives or reduction is not None
         self._accumulate, self._weighs_updates = accumulate, weighs_updates
         self._row = _HEAD + _PER_BATCH * accumulate
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
@@ -161,11 +165,13 @@ class Lockstep:
                 is_last = len(update) < self._accumulate
                 for _ in range(0 if is_last else self._accumulate):
                     read_ahead()
-                waits = self._reduction is not None and bool(update)  # a rank may skip each of the batches
+                was_tracked = self._reduction is not None and bool(update)  # a rank may skip each of the batches
                 while update:
                     yield update.popleft()
-                    if waits and (update or is_last) and not self.go_on():
-                        return
+                    if update and (self._has_collectives or len(update) == 1) and self._ask(Signal.NEXT) is None:
+                        return  # a rank has left the epoch
+                if was_tracked and is_last and not self.go_on():
+                    return
                 if is_last:
                     self.is_open = False
                     return
@@ -255,6 +261,7 @@ class Lockstep:
             piece.cost,
             piece.costs,
             piece.places,
+            scale=of_update / sum(counted) if of_update and sum(counted) else 1.0,
         )
 
     def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:
@@ -306,8 +313,9 @@ class Lockstep:
             )
         reduction.enter_forward()
         signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
-        rows = self._gather(signal, reduction.adds, max(self._batch.cost, 1.0) if out_of_memory else 0.0)
-        if any(row[0] in (Signal.REDUCED, Signal.LOST) for row in rows):
+        cost = max(self._batch.cost, 1.0) if out_of_memory else 0.0
+        rows = self._gather(signal, reduction.adds, cost, reduction.arrived)
+        if any(row[0] == Signal.REDUCED or (row[0] == Signal.LOST and row[3]) for row in rows):
             reduction.complete()
         reduction.is_ended = True
         self._end_step(rows)

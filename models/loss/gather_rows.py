@@ -24,7 +24,8 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     gradients, the gradient is that of one device on the global batch, whether each rank computes the whole loss or the
     mean over its own rows (those from ``sum(loader.shares[:rank])`` on), with and without `balance`.
 
-    In evaluation with ``lengths``, rows of which there is one for each sample are in the order of the data set.
+    In the loop over `BalancedLoader.evaluation` with ``lengths``, rows of which there is one for each sample are in the
+    order of the data set.
 
     Args:
         rows: this rank's rows, [n, ...]; dtype and all dimensions but the first are equal on all ranks.

@@ -75,6 +75,32 @@ def test_evaluation_returns_each_sample_once_in_order(tmp_path: Path) -> None:
     assert sum(map(sum, plain)) == sum(range(1, 26))
 
 
+def reductions(folder: str) -> list[Any]:
+    """Return the reduced losses of three batches, by what loop divides its loss."""
+    del folder
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    numbers, found = TensorDataset(torch.arange(1.0, 25.0).reshape(-1, 1)), []
+    for options in (
+        {"count": lambda batch: (batch[0] % 3 > 0).sum(), "accumulate": 2},
+        {"loss_reduction": "normalized"},
+    ):
+        model, train = accelerator.prepare(nn.Linear(1, 1), DataLoader(numbers, 4))
+        with gangline.balance(model, train, loads=[3, 1], **options) as loader:  # type: ignore[arg-type]
+            for (x,) in loader:
+                counts = (x % 3 > 0) if "count" in options else torch.ones_like(x)
+                divisor = counts.sum() if "count" in options else torch.tensor(8.0) / 2  # of all ranks, averaged
+                found.append(accelerator.reduce((x * counts).sum() / divisor, "mean").item())
+    return found
+
+
+def test_reduced_losses_are_means_over_the_global_batch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    expected = [27 / 6, 64 / 5, 102 / 5, 4.5, 12.5, 20.5]
+    assert told(reductions, tmp_path) == [pytest.approx(expected)] * 2
+
+
 def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     batches = [list(range(1, 13)), list(range(13, 25)), [25]]

@@ -91,6 +91,8 @@ def evaluate(comm: Communicator, path: str, engine: str) -> None:
                     assert before == (loader.weight, loader.samples, loader.shares)
                     assert len(gangline.gather_rows(labels)) == sum(loader.shares)
                 nn.functional.cross_entropy(outputs, labels).backward()
+                if evaluates:
+                    check(model, kept, plain)
                 optimizer.step()
                 optimizer.zero_grad()
         return weights(model)

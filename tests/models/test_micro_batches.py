@@ -261,6 +261,26 @@ def left(way: str) -> list[float]:
     return found
 
 
+def left_in_update() -> None:
+    """Skip the first batch of an update on rank 1 after its first part: all ranks drop it, and train the others."""
+    model = DistributedDataParallel(Product())
+    x = torch.tensor([1, 2, 3, 4]).double().repeat_interleave(4)
+    loader = gangline.balance(
+        model, DataLoader(TensorDataset(x), batch_size=2), loads=[1, 1], accumulate=2, count=lambda batch: len(batch[0])
+    )
+    for number, batch in enumerate(loader):
+        for place, (part,) in enumerate(loader.micro_batches(batch, 1)):
+            if dist.get_rank() == 1 and (number, place) == (0, 1):
+                loader.skip()
+                break
+            (model(part).mean() / 2).backward()
+        if loader.ends_update:
+            expected = [1.0, 3.5][number // 2]  # of 2, without 1; and of 3 and 4
+            assert model.module.w.grad == expected, (number, model.module.w.grad)
+            model.zero_grad()
+    loader.close()
+
+
 def switches(engine: str) -> list[list[bool]]:
     """Return whether the parts of batches synchronize, which are left or trained in several ways, and what follows."""
     model = wrap(engine, mlp(1, 1, seed=0), [])
@@ -297,6 +317,7 @@ def run_loops(comm: Communicator, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert left("inside, part 1") == left("around, part 1") == dropped
+        left_in_update()
     for engine in ("ddp", "fsdp2"):
         assert switches(engine) == [[False, False, False], [False, False, True], [False, True]]
     model, _, loader = product_of(8)

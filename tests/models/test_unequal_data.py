@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -173,6 +175,9 @@ def ramp_within_an_epoch(rank: int) -> None:
         balanced(shuffled),
         balanced(DataLoader(numbers, batch_size=4, num_workers=2, shuffle=True, persistent_workers=True)),
         balanced(DataLoader(Stream(range(32), int), batch_size=4), stream="same"),
+        balanced(
+            DataLoader(Stream(range(32), int), batch_size=4), stream="same", lengths=lambda number: 1, padding=False
+        ),
         balanced(DataLoader(parts, batch_size=4), [1, 1], stream="own"),
         balanced(DataLoader(parts, batch_size=4), [1, 1], stream="own", accumulate=2, count=len),
     ):
@@ -203,7 +208,8 @@ def messages(comm: Communicator, path: str) -> dict[str, int]:
         ("of updates", 4, {"loss_reduction": "normalized"}),
         ("of updates in parts", 4, {"loss_reduction": "normalized", "lengths": range(64)}),
     ):
-        loader = balanced(DataLoader(torch.arange(64), batch_size=4), accumulate=steps, **options)
+        model = DistributedDataParallel(nn.Linear(1, 1))
+        loader = gangline.balance(model, DataLoader(torch.arange(64), batch_size=4), accumulate=steps, **options)
         gather, sent = loader._exchange.gather, []
         loader._exchange.gather = lambda numbers: (sent.append(numbers), gather(numbers))[1]  # type: ignore[method-assign]  # noqa: B023
         assert len(list(loader)) == 8
@@ -230,10 +236,49 @@ def wrong_losses(rank: int) -> None:
         )
         check_refused(lambda: loader.mean([]), "got 0 losses")
         assert loader.mean(float(rank)) == 0.25
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    loader = gangline.balance(model, DataLoader(torch.ones(16, 1), batch_size=4))
+    for batch in loader:
+        for part in loader.micro_batches(batch, 2):
+            model(part).sum().backward()
+            check_refused(lambda: loader.mean(1.0), "got the loss of a micro-batch")
+    loader.close()
+    left_in_update(model, rank)
 
 
-def test_the_batches_of_an_update_need_one_message(tmp_path: Path) -> None:
-    """One when the epoch begins and two at its start's agreement, then one for each update, and one at the end."""
+def left_in_update(model: Any, rank: int) -> None:
+    """Leave an update on one rank, end it on all by stop(), and continue in its middle."""
+    options: dict[str, Any] = {"loss_reduction": "normalized", "accumulate": 4, "lengths": range(1, 65)}
+    whole = DataLoader(torch.arange(64.0)[:, None], batch_size=4)
+    with gangline.balance(model, whole, loads=[3, 1], **options) as loader:
+        trained = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in loader:
+                trained += 1
+                if rank and trained == 2:
+                    break
+        assert trained == (2 if rank else 3)  # rank 0 asks for the last one
+        trained = 0
+        for _ in loader:
+            trained += 1
+            loader.stop()
+        assert trained == 4
+        for stop in (5, 1, 1):  # in the second update, which is trained again
+            for number, _ in enumerate(loader, 1):
+                trained = sum(loader.shares)
+                if number == stop:
+                    break
+            assert loader.state_dict()["samples"] == 32 + trained
+            loader.load_state_dict(loader.state_dict())
+    few = gangline.balance(
+        nn.BatchNorm1d(1), DataLoader(torch.ones(8, 1), batch_size=1), **{**options, "lengths": [1] * 8}
+    )
+    check_refused(lambda: list(few), "an update has 8 samples for 4 steps of shares of 2 samples")
+
+
+def test_an_update_needs_two_messages(tmp_path: Path) -> None:
+    """One before its first batch, with the counts of all, and one before the last, in which gradients are reduced."""
     counts = spawn(messages, 2, str(tmp_path / "store"), threads=1)[0]
-    assert counts["of batches"] - counts["of updates"] == 6
+    assert counts["of batches"] - counts["of updates"] == 8 - 2 * 2
     assert counts["of updates"] == counts["of updates in parts"]
