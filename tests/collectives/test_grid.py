@@ -55,7 +55,7 @@ def threads(size: int, algorithm: str, hosts: Sequence[int] | None = None, segme
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GANGLINE_ALGO", f"{algorithm}:{segments}")
         resources = groups.open_in_process(size, timeout=60)
-    if hosts is not None:
+    if hosts is not None and size > 1:  # one rank has slots
         resources = [replace(one, hosts=tuple(hosts), slot_exchange=None) for one in resources]
     return [Communicator(one) for one in resources]
 
