@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ class BalancedBatch:
     """Of this rank's samples: their number, or what ``lengths`` count."""
     costs: Sequence[float] | None = None
     """Of each of this rank's samples, with padding as much as the longest; None without ``lengths``."""
-    places: tuple[int, ...] = ()
-    """With lengths: place in the global batch of each sample of all ranks, in rank order; else empty."""
+    places: Sequence[Any] = ()
+    """With lengths: places in the global batch of the samples of each rank, as arrays; else empty."""
     ends_update: bool = True
     """True if the optimizer steps after this batch."""
     scale: float = 1.0
@@ -52,9 +53,9 @@ class BalancedBatch:
 
     def in_order(self, rows: Tensor) -> Tensor:
         """Return rows of all ranks, in evaluation in the order of the samples if there is one for each."""
-        if self not in evaluated or len(rows) != len(self.places):
+        if self not in evaluated or len(rows) != sum(map(len, self.places)):
             return rows
-        return rows[torch.tensor(self.places, device=rows.device).argsort()]
+        return rows[torch.as_tensor(np.concatenate(self.places), device=rows.device).argsort()]
 
 
 _NO_BATCH = BalancedBatch()

@@ -168,7 +168,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Whether this torch can change the members of a group: torch 2.14 and later."""
+        """Return whether this torch can change the members of a group: torch 2.14 and later."""
         return can_reconfigure
 
     @cached_property

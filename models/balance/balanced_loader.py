@@ -472,9 +472,9 @@ class BalancedLoader:
             optimizer.step()
 
         The sum of the parts' gradients is that of the batch's loss, without a division in the loop (with
-        ``accumulate=k`` it still divides by k). They are
-        synchronized in the backward of the last part: DistributedDataParallel, FSDP and accelerate are switched within
-        the loop. A rank with too few samples repeats some with weight 0; `samples`, which is the part's, is 0 then.
+        ``accumulate=k`` it still divides by k). They are synchronized in the backward of the last part:
+        DistributedDataParallel, FSDP and accelerate are switched within the loop. A rank with too few samples repeats
+        some with weight 0; `samples`, which is the part's, is 0 then.
 
         Args:
             batch: what the loader has returned last, or its values on another device: nested tensors, arrays and lists

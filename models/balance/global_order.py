@@ -32,7 +32,7 @@ from gangline.models.data.loaders import sampler_of
 
 _CHUNK = 64  # global batches whose indices one message carries
 _COMPARED = 4096  # samples of a data set of which ranks compare whether their samplers draw them
-_HASH, _BITS = 2654435761, 0xFFFFFFFF  # these have a small product with the first, modulo the second
+_HASH, _BITS = 2654435761, 0xFFFFFFFF  # samples are compared whose index times the first has low bits of a small number
 
 
 class SampleOrder:
@@ -347,6 +347,5 @@ def shares_of(
         counts = [len(places) for places in cut]
         agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
         total = sum(float(costs[places].sum()) for places in cut)
-        places = tuple(np.concatenate(cut).tolist())
         in_batch = lengths.in_batch(costs[own])
-        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total, in_batch, places)
+        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total, in_batch, cut)

@@ -50,7 +50,7 @@ class Piece:
     """Cost of the global batch, without padding."""
     costs: Sequence[float] | None = None
     """`BalancedBatch.costs`."""
-    places: tuple[int, ...] = ()
+    places: Sequence[Any] = ()
     """`BalancedBatch.places`."""
 
 

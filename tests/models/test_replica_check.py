@@ -21,7 +21,7 @@ from gangline.kvstore.replica_check import check_interval, compare_weights, numb
 from tests.models.unequal_jobs import join
 
 WAYS = {"bypass": 1, "no_sync": 2, "in_backward": 1}
-"""How a loop leaves out the average of gradients, and the global batch before which that shows."""
+"""Global batch before which a loop is refused, by the way in which it leaves out the average of gradients."""
 ODD = 1
 """Rank whose batches, or weights, are not those of the others."""
 
