@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from gangline.collectives.errors import StallError as StallError
     from gangline.collectives.processes.spawning import spawn as spawn
     from gangline.collectives.work import Work as Work
-    from gangline.collectives.workload import split_batch as split_batch
     from gangline.kvstore.interface import KVStore as KVStore
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
     from gangline.kvstore.registry import create as create
     from gangline.kvstore.sparse import RowSparse as RowSparse
     from gangline.kvstore.trainer import Trainer as Trainer
+    from gangline.kvstore.workload import split_batch as split_batch
     from gangline.launcher.functions import launch as launch
     from gangline.models.balance.evaluation import BalancedLoader as BalancedLoader
     from gangline.models.balance.evaluation import balance as balance
@@ -66,7 +66,6 @@ _HOMES = {
     ),
     "collectives.processes.spawning": ("spawn",),
     "collectives.work": ("Work",),
-    "collectives.workload": ("split_batch",),
     "kvstore.interface": ("KVStore",),
     "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),
@@ -74,6 +73,7 @@ _HOMES = {
     "kvstore.registry": ("create",),
     "kvstore.sparse": ("RowSparse",),
     "kvstore.trainer": ("Trainer",),
+    "kvstore.workload": ("split_batch",),
     "models.batchnorm.distributed_batchnorm": ("convert_sync_batchnorm",),
     "models.checkpoint.checkpoint": ("load_weights",),
     "models.loop.monitor": ("Monitor",),

@@ -23,7 +23,7 @@ from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.addresses import interface_address, local_address, resolved
 from gangline.collectives.transports.unix_sockets import connect
-from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher.binding import Host
 from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
 from gangline.launcher.engines.mpi import detect, mpi_table

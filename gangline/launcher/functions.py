@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, TextIO
 
 from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
-from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher import function_process
 from gangline.launcher.function_process import (
     HAS_CLOUDPICKLE,

@@ -20,7 +20,7 @@ from torch import nn
 
 from gangline.collectives.context import Context, Device
 from gangline.collectives.context import contexts as contexts_of
-from gangline.collectives.workload import split_batch
+from gangline.kvstore.workload import split_batch
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import (
     Batch,
