@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator as Communicator
     from gangline.collectives.communicator import connect as connect
     from gangline.collectives.communicator import in_process as in_process
-    from gangline.collectives.context import Context as Context
-    from gangline.collectives.context import contexts as contexts
-    from gangline.collectives.context import cpu as cpu
-    from gangline.collectives.context import gpu as gpu
-    from gangline.collectives.context import num_gpus as num_gpus
     from gangline.collectives.devices.device_group import DeviceGroup as DeviceGroup
     from gangline.collectives.errors import DeadNodeError as DeadNodeError
     from gangline.collectives.errors import DiskFullError as DiskFullError
@@ -32,6 +27,11 @@ if TYPE_CHECKING:
     from gangline.collectives.errors import StallError as StallError
     from gangline.collectives.processes.spawning import spawn as spawn
     from gangline.collectives.work import Work as Work
+    from gangline.kvstore.context import Context as Context
+    from gangline.kvstore.context import contexts as contexts
+    from gangline.kvstore.context import cpu as cpu
+    from gangline.kvstore.context import gpu as gpu
+    from gangline.kvstore.context import num_gpus as num_gpus
     from gangline.kvstore.interface import KVStore as KVStore
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "collectives.communicator": ("Communicator", "connect", "in_process"),
-    "collectives.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
     "collectives.devices.device_group": ("DeviceGroup",),
     "collectives.errors": (
         "DeadNodeError",
@@ -66,6 +65,7 @@ _HOMES = {
     ),
     "collectives.processes.spawning": ("spawn",),
     "collectives.work": ("Work",),
+    "kvstore.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
     "kvstore.interface": ("KVStore",),
     "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from gangline.collectives.context import Device, contexts, use_own_gpu
 from gangline.kvstore import KVStore
 from gangline.kvstore.arguments import check_shard
 from gangline.kvstore.compression import parse
+from gangline.kvstore.context import Device, contexts, use_own_gpu
 from gangline.kvstore.default_store import default_store, job_store
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState

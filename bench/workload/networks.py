@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gangline.bench.workload.sizes import counts as parse_counts
-from gangline.collectives.context import contexts
 from gangline.collectives.errors import UsageError
+from gangline.kvstore.context import contexts
 from gangline.models.zoo import registry
 
 _CHANNELS = 24

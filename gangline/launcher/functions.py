@@ -310,7 +310,7 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 def _check_gpus(gpus: Sequence[int]) -> None:
     if gpus:
-        from gangline.collectives.context import num_gpus  # imports torch, which takes seconds
+        from gangline.kvstore.context import num_gpus  # imports torch, which takes seconds
 
         missing = [gpu for gpu in gpus if not 0 <= gpu < num_gpus()]
         if missing:

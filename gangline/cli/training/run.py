@@ -27,10 +27,10 @@ from gangline.cli.options import (
 )
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
-from gangline.collectives.context import Context
 from gangline.collectives.environments.restart import restart_number
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
+from gangline.kvstore.context import Context
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
