@@ -18,11 +18,11 @@ import typer
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
 from gangline.collectives.environments.job_key import JobKey
-from gangline.collectives.environments.restart import parse_bounds
 from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.addresses import interface_address, local_address, resolved
 from gangline.collectives.transports.unix_sockets import connect
+from gangline.kvstore.restart_variables import parse_bounds
 from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher.binding import Host
 from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile

@@ -27,7 +27,6 @@ from gangline.cli.options import (
 )
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
-from gangline.collectives.environments.restart import restart_number
 from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.context import Context
@@ -35,6 +34,7 @@ from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
+from gangline.kvstore.restart_variables import restart_number
 from gangline.launcher.restarts import CHECKPOINTED, DIVERGED
 from gangline.models import import_by_name
 from gangline.models.checkpoint.checkpoint import epochs, paths_of, read_metadata

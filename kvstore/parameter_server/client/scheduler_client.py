@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from gangline.collectives.environments.restart import LEAVING, PROCESS_RESTARTS, incarnation
 from gangline.collectives.errors import (
     DeadNodeError,
     GanglineError,
@@ -36,6 +35,7 @@ from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address, start_echo
 from gangline.kvstore.parameter_server.transport.poller import Poller
+from gangline.kvstore.restart_variables import LEAVING, PROCESS_RESTARTS, incarnation
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
