@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from gangline.collectives.host_memory import keep_freed_memory
+from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.kvstore.replica_check import ReplicaCheck, check_interval

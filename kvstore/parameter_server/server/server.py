@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
-from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression import Compression, parse
+from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.kvstore.parameter_server import environment, protocol
