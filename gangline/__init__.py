@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gangline.collectives.communicator import in_process as in_process
     from gangline.collectives.devices.device_group import DeviceGroup as DeviceGroup
     from gangline.collectives.errors import DeadNodeError as DeadNodeError
-    from gangline.collectives.errors import DiskFullError as DiskFullError
     from gangline.collectives.errors import GanglineError as GanglineError
     from gangline.collectives.errors import MismatchError as MismatchError
     from gangline.collectives.errors import ProtocolError as ProtocolError
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from gangline.kvstore.context import cpu as cpu
     from gangline.kvstore.context import gpu as gpu
     from gangline.kvstore.context import num_gpus as num_gpus
+    from gangline.kvstore.errors import DiskFullError as DiskFullError
     from gangline.kvstore.interface import KVStore as KVStore
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
@@ -57,7 +57,6 @@ _HOMES = {
     "collectives.devices.device_group": ("DeviceGroup",),
     "collectives.errors": (
         "DeadNodeError",
-        "DiskFullError",
         "GanglineError",
         "MismatchError",
         "ProtocolError",
@@ -66,6 +65,7 @@ _HOMES = {
     "collectives.processes.spawning": ("spawn",),
     "collectives.work": ("Work",),
     "kvstore.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
+    "kvstore.errors": ("DiskFullError",),
     "kvstore.interface": ("KVStore",),
     "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),

@@ -18,7 +18,6 @@ import typer
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
 from gangline.collectives.environments.job_key import JobKey
-from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.addresses import interface_address, local_address, resolved
 from gangline.collectives.transports.unix_sockets import connect
@@ -35,6 +34,7 @@ from gangline.launcher.restarts import Outcome, run_with_restarts
 from gangline.launcher.supervisor import ERROR, Reports, StopTimeouts
 from gangline.launcher.topology import gpu_addresses, read_host
 from gangline.status.metrics import serve_metrics
+from gangline.usage_error import UsageError
 
 _host_option = partial(typer.Option, rich_help_panel="Hosts")
 _engine_option = partial(typer.Option, rich_help_panel="Engines")

@@ -18,8 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gangline.collectives.errors import GanglineError, UsageError
+from gangline.collectives.errors import GanglineError
 from gangline.collectives.host_files import write_text
+from gangline.usage_error import UsageError
 
 if TYPE_CHECKING:
     from gangline.kvstore.context import Context

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 from tests.programs import python, torchrun
 
 SCRIPT = """\

@@ -19,11 +19,11 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.collectives.errors import UsageError
 from gangline.collectives.liveness import status_query, status_socket
 from gangline.collectives.liveness.status_query import ProcessStatus, statuses
 from gangline.status.late import late_processes
 from gangline.status.metrics import serve_metrics
+from gangline.usage_error import UsageError
 from tests.programs import ROOT, environment, torchrun
 
 pytestmark = pytest.mark.timeout(120)

@@ -27,7 +27,6 @@ from gangline.cli.options import (
 )
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
-from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.context import Context
 from gangline.kvstore.default_store import default_store, job_store, num_workers
@@ -49,6 +48,7 @@ from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_o
 from gangline.models.module import Module
 from gangline.models.reports.page import TrainingProgress
 from gangline.models.zoo import registry, transfer
+from gangline.usage_error import UsageError
 
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _MOMENTUM = 0.9
