@@ -26,9 +26,9 @@ from gangline.collectives.errors import (
     name_ranks,
 )
 from gangline.collectives.limits import JOIN_REPORT_SECONDS, limits
-from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.clock import ClockOffset
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
 from gangline.kvstore.parameter_server import protocol
