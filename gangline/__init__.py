@@ -7,8 +7,11 @@ first used, because importing torch takes seconds.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from gangline.collectives import hooks
 
 if TYPE_CHECKING:
     from gangline import callback as callback
@@ -89,6 +92,14 @@ _HOMES = {
 _MODULES = ("callback", "data", "torch_backend", "transfer")
 
 __all__ = sorted([*_MODULES, *(name for names in _HOMES.values() for name in names)])
+
+
+def _imported_later(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module that is imported when the function is first called."""
+    return lambda *arguments: getattr(import_module(f"gangline.{module}"), name)(*arguments)
+
+
+hooks.watch_torch = _imported_later("kvstore.torch_hooks", "watch_torch")
 
 
 def __getattr__(name: str) -> Any:
