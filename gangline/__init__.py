@@ -100,6 +100,7 @@ def _imported_later(module: str, name: str) -> Callable[..., Any]:
 
 
 hooks.watch_torch = _imported_later("kvstore.torch_hooks", "watch_torch")
+hooks.find_places = _imported_later("status.query", "places")
 
 
 def __getattr__(name: str) -> Any:
