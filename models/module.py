@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from gangline.collectives.context import Device, contexts, use_own_gpu
-from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
 from gangline.kvstore.arguments import check_shard
 from gangline.kvstore.compression import parse
+from gangline.kvstore.context import Device, contexts, use_own_gpu
 from gangline.kvstore.default_store import default_store, job_store
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
+from gangline.kvstore.workload import check_work_load_list
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.workload import check_work_load_list, split_batch
 from gangline.kvstore import KVStore
 from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.group.serialization import digest
 from gangline.kvstore.group.worker_group import check_same
+from gangline.kvstore.workload import check_work_load_list, split_batch
 
 _AUTO, _EQUAL = "auto", "equal loads"
 _LOADS = "GANGLINE_WORK_LOAD_LIST"

@@ -14,7 +14,6 @@ from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import name_ranks
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.clock import clock_identity, measure_offsets
 from gangline.collectives.liveness.membership import (
     GroupMembership,
     Membership,
@@ -24,6 +23,7 @@ from gangline.collectives.liveness.membership import (
 from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.clock import measure_offsets
 from gangline.collectives.transports.addresses import is_loopback, reachable_address
 from gangline.collectives.transports.base import BootstrapAllGather, Transport, within
 from gangline.collectives.transports.hybrid import HybridTransport
@@ -79,7 +79,7 @@ def open_group(
             "outward": reachable_address() if is_loopback(host) else host,
             "transport": _requested(transport, timeout),
             "table": Table.from_environment().to_json() if rank == 0 else "",
-            "clock": "" if timeline is None else clock_identity(),
+            "clock": "" if timeline is None else kernel_identity("time"),
         }
     except (OSError, RuntimeError, ValueError) as error:
         problem, own = error, {"problem": f"{type(error).__name__}: {error}"}

@@ -6,11 +6,11 @@ import os
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.context import Context, contexts, cpu, gpu
 from gangline.collectives.devices.backends import copies
 from gangline.collectives.devices.backends.base import Transfer
 from gangline.collectives.devices.backends.selection import open_backend
@@ -18,6 +18,14 @@ from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import check_written
 
 __all__ = ["DeviceGroup", "Transfer", "broadcast", "move", "reduce", "require"]
+
+
+class HasDevice(Protocol):
+    """Object with a device, such as a `Context`."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The torch device of its tensors."""
 
 
 class DeviceGroup:
@@ -37,7 +45,7 @@ class DeviceGroup:
         TypeError: in all calls but `move`, if a tensor is not dense, or its dtype is not supported by the operation.
     """
 
-    def __init__(self, devices: Sequence[Context | torch.device], implementation: str | None = None) -> None:
+    def __init__(self, devices: Sequence[HasDevice | torch.device], implementation: str | None = None) -> None:
         """Open the backend for devices.
 
         Args:
@@ -54,7 +62,9 @@ class DeviceGroup:
         """
         self.devices = tuple(_device(device) for device in devices)
         """Device of each position."""
-        contexts([cpu() if device.type == "cpu" else gpu(device.index) for device in self.devices])  # checks presence
+        if not self.devices:
+            raise ValueError("context is empty; expected at least one, such as [cpu(0)]")
+        check_gpus([device.index for device in self.devices if device.type == "cuda"])
         self._backend = open_backend(self.devices, implementation)
         self.implementation = self._backend.name
         """Name of the backend: "nccl", "peer_to_peer", "staged" or "copies"."""
@@ -278,8 +288,7 @@ def _group(devices: tuple[torch.device, ...]) -> DeviceGroup:
 
 
 def _device(device: object) -> torch.device:
-    if isinstance(device, Context):
-        return device.torch_device
+    device = getattr(device, "torch_device", device)
     if not isinstance(device, torch.device):
         raise TypeError(f"a device is {device!r}; expected a Context, such as gpu(0), or a torch.device")
 
@@ -288,6 +297,16 @@ def _device(device: object) -> torch.device:
     if device.type != "cuda":
         raise ValueError(f"a device is {device}; expected the CPU or a GPU")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def check_gpus(indices: Sequence[int]) -> None:
+    """Raise ValueError if a GPU is not on this machine."""
+    available = torch.cuda.device_count() if indices else 0
+    missing = [f"gpu({index})" for index in indices if index >= available]
+    if missing:
+        there = ", ".join(f"gpu({index})" for index in range(available)) or "none"
+        are = "is" if len(missing) == 1 else "are"
+        raise ValueError(f"{', '.join(missing)} {are} not on this machine; the GPUs here: {there}")
 
 
 def _check_dense(name: str, tensor: object) -> None:

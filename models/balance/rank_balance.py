@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gangline.collectives.workload import split_within
+from gangline.kvstore.workload import split_within
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gangline.collectives.workload import holding, split_within
+from gangline.kvstore.workload import holding, split_within
 
 WINDOW = 8
 """Measurements of each member that decide the split, and between two changes of it."""

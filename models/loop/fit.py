@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gangline.collectives.environments.restart import restart_number, run_id
 from gangline.collectives.errors import DeadNodeError
 from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.restart_variables import restart_number, run_id
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.checkpoint import BEST, orphaned_weights, writing

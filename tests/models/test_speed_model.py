@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gangline.collectives.workload import split_batch, split_within
+from gangline.kvstore.workload import split_batch, split_within
 from gangline.models.balance import speed_model
 from gangline.models.balance.rank_balance import RankBalance, cut_by_cost, ranks_by_speed, samples_that_fit
 from gangline.models.balance.speed_model import SpeedModel
