@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gangline.collectives.workload import check_work_load_list, split_batch
 from gangline.kvstore import KVStore
 from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.group.serialization import digest
 from gangline.kvstore.group.worker_group import check_same
+from gangline.models.balance.rank_balance import cut_by_cost, ranks_by_speed
+from gangline.models.data.lengths import Costs
 
 _AUTO, _EQUAL = "auto", "equal loads"
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
@@ -46,6 +50,8 @@ class Workers:
         """True if there are other workers, and every worker takes part in every step."""
         self.minimum = 1
         """Smallest share of a batch that is not empty."""
+        self.share_cost: float | None = None
+        """Cost of this worker's share of the batch to train next; None: its number of samples."""
         self.stop: str | None = None
         """Reason why all workers must stop, equal on all of them; None while none has requested it."""
         self._stop_request: str | None = None
@@ -75,6 +81,13 @@ class Workers:
         """Return this worker's slice of a batch, by its index in the epoch or by the newest loads; it can be empty."""
         loads = self.loads if batch is None else self.loads_of(batch)
         return split_batch(samples, loads, self.minimum)[self.rank]
+
+    def cut(self, costs: Costs, batch: int, *, padding: bool) -> NDArray[np.int64]:
+        """Return the positions of this worker's part of a batch of these costs, by cost over load; it can be empty."""
+        loads = self.loads_of(batch)
+        ranks = [rank for rank in ranks_by_speed(loads, range(self.count)) if loads[rank]]
+        parts = cut_by_cost(costs, [loads[rank] for rank in ranks], minimum=self.minimum, padding=padding)
+        return dict(zip(ranks, parts, strict=True)).get(self.rank, np.empty(0, np.int64))
 
     def loads_of(self, batch: int) -> list[float]:
         """Return the loads that split the batch with this index in the current epoch."""

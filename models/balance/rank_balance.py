@@ -24,7 +24,7 @@ _log = logging.getLogger("gangline")
 _FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
 _ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
 _PRECISION = 0.005  # relative, of the time of a step
-_PARTS = 4096  # into which the cost of a global batch can be cut
+PARTS = 4096  # into which the cost of a global batch can be cut
 _USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
 _COMPARED = 32  # batches whose times show whether lengths explain them
 _CLEARLY = 1.25  # ratio of variations that is no chance
@@ -89,7 +89,7 @@ class RankBalance:
         self._rank, self._size, self._horizon = rank, len(loads), horizon
         self._device, self._by_cost = device, by_cost
         names = [f"rank {number}" for number in range(self._size)]
-        parts = _PARTS if by_cost else None
+        parts = PARTS if by_cost else None
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
         self._kept_caps = list(caps or [None] * self._size)  # the user's, or after an out-of-memory error
         self.caps = list(self._kept_caps)
@@ -225,7 +225,7 @@ class RankBalance:
             return
         both = zip(self._kept_caps, (int(row.limit) or None for row in rows), strict=True)
         self.caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
-        part = self._full / _PARTS if self._by_cost else 1.0
+        part = self._full / PARTS if self._by_cost else 1.0
         self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in self.caps]
         is_counted = batch > self._counted_from and any(row.cost for row in rows)
         if is_counted and self._speeds.record([row.cost for row in rows], [row.seconds for row in rows]):
