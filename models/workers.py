@@ -7,17 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gangline.collectives.workload import check_work_load_list, split_batch
 from gangline.kvstore import KVStore
 from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.group.serialization import digest
 from gangline.kvstore.group.worker_group import check_same
-from gangline.models.balance.rank_balance import cut_by_cost, ranks_by_speed
-from gangline.models.data.lengths import Costs
 
 _AUTO, _EQUAL = "auto", "equal loads"
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
@@ -81,13 +77,6 @@ class Workers:
         """Return this worker's slice of a batch, by its index in the epoch or by the newest loads; it can be empty."""
         loads = self.loads if batch is None else self.loads_of(batch)
         return split_batch(samples, loads, self.minimum)[self.rank]
-
-    def cut(self, costs: Costs, batch: int, *, padding: bool) -> NDArray[np.int64]:
-        """Return the positions of this worker's part of a batch of these costs, by cost over load; it can be empty."""
-        loads = self.loads_of(batch)
-        ranks = [rank for rank in ranks_by_speed(loads, range(self.count)) if loads[rank]]
-        parts = cut_by_cost(costs, [loads[rank] for rank in ranks], minimum=self.minimum, padding=padding)
-        return dict(zip(ranks, parts, strict=True)).get(self.rank, np.empty(0, np.int64))
 
     def loads_of(self, batch: int) -> list[float]:
         """Return the loads that split the batch with this index in the current epoch."""

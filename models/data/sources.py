@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.kvstore import KVStore
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
-from gangline.models.data.lengths import Lengths
+from gangline.models.data.lengths import Costs, Lengths, cut_by_cost, ranks_by_speed
 from gangline.models.data.loaders import copy_loader
 from gangline.models.data.reader import Collate, Reader, base_dataset
 from gangline.models.elastic_workers import ElasticWorkers
@@ -211,8 +212,16 @@ class BatchOrder:
                 yield indices[workers.share(len(indices), number)], None
                 continue
             costs = self.lengths.of(indices.tolist())
-            part = workers.cut(costs, number, padding=self.lengths.padding)
+            part = _part_of(workers, number, costs, padding=self.lengths.padding)
             yield indices[part], self.lengths.cost(costs[part])
+
+
+def _part_of(workers: Workers, batch: int, costs: Costs, *, padding: bool) -> NDArray[np.int64]:
+    """Return the positions of a worker's part of a batch of these costs, by cost over load; none without a load."""
+    loads = workers.loads_of(batch)
+    ranks = [rank for rank in ranks_by_speed(loads, range(workers.count)) if loads[rank]]
+    parts = cut_by_cost(costs, [loads[rank] for rank in ranks], minimum=workers.minimum, padding=padding)
+    return dict(zip(ranks, parts, strict=True)).get(workers.rank, np.empty(0, np.int64))
 
 
 class _Ordered(Source):
