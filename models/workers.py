@@ -46,6 +46,8 @@ class Workers:
         """True if there are other workers, and every worker takes part in every step."""
         self.minimum = 1
         """Smallest share of a batch that is not empty."""
+        self.share_cost: float | None = None
+        """Cost of this worker's share of the batch to train next; None: its number of samples."""
         self.stop: str | None = None
         """Reason why all workers must stop, equal on all of them; None while none has requested it."""
         self._stop_request: str | None = None
