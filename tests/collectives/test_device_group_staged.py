@@ -74,7 +74,7 @@ def test_pieces_are_copied_while_an_earlier_one_is_combined(monkeypatch: pytest.
     values, tensors = values_on([0, 1], 6 * 16, 0)
     backend.move([(tensors, tensors[0], ())])
     for kind, position, pieces in (("received", 0, {0, 1}), ("value", 1, {2, 3})):
-        memory: list[Any] = [tensor for _, tensor in backend._buffers[kind, position, 1]]
+        memory: list[Any] = [buffer.memory for buffer in backend._buffers[kind, position, 1]]
         contents = {tuple((one.inner if one.is_cuda else one).view(torch.float32).tolist()) for one in memory}
         assert contents == {tuple(values[1].view(6, 16)[piece].tolist()) for piece in pieces}, kind
     is_open = True

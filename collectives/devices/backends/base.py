@@ -29,6 +29,10 @@ class Backend(ABC):
         self.devices = tuple(devices)
         """Device of each position; a position is an index into the lists of tensors."""
 
+    def supports(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        """Return whether this backend moves tensors of a dtype; `Copies` moves the others."""
+        return True
+
     @classmethod
     def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
         """Return why this backend cannot serve the devices on any machine; "" if it can."""
@@ -108,6 +112,14 @@ class Flattened:
             for tensor, flat in self._copies:
                 data_of(tensor).copy_(flat.view(tensor.shape))
             mark_written(self._written)
+
+
+def join(streams: Sequence[torch.cuda.Stream], others: Sequence[torch.cuda.Stream]) -> None:
+    """Make each stream wait for the work so far on all others."""
+    events = [other.record_event() for other in others]
+    for stream in streams:
+        for event in events:
+            stream.wait_event(event)
 
 
 def mark_written(tensors: Iterable[Tensor]) -> None:

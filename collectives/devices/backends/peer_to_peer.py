@@ -12,14 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices.backends import copies, kernels, peers
-from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, even_slices
+from gangline.collectives.devices.backends import kernels, peers
+from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, even_slices, join
 
 _MAX_ONE_SHOT = 256 * 1024  # bytes; from published figures for 8 GPUs on NVLink
 _ALIGN = 16  # elements: slices that begin on a multiple allow 16-byte loads for every dtype
@@ -47,10 +48,8 @@ class PeerToPeer(Backend):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
         self._first = {device: position for position, device in reversed(list(enumerate(self.devices)))}
-        for one in self._first:
-            for other in self._first:
-                if one != other:
-                    peers.reach(one.index, other.index)
+        for one, other in permutations(self._first, 2):
+            peers.reach(one.index, other.index)
 
     @classmethod
     def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
@@ -72,10 +71,10 @@ class PeerToPeer(Backend):
     def trial_failure(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         return peers.problem([device.index for device in devices])
 
+    def supports(self, dtype: torch.dtype) -> bool:  # noqa: D102  inherited
+        return not dtype.is_complex
+
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
-        if tensors[0].is_complex():
-            copies.move([(tensors, tensors[0], tensors[1:])], op)
-            return
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
             if len(self._first) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
@@ -87,9 +86,8 @@ class PeerToPeer(Backend):
                 self._launch(two_shot(flats, sorted(self._first.values())), op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
-        copies.move([transfer for transfer in transfers if transfer[1].is_complex()], op)
         with Flattened() as flattened:
-            flat = flattened.transfers(transfer for transfer in transfers if not transfer[1].is_complex())
+            flat = flattened.transfers(transfers)
             self._launch(moves(flat, [self._first[total.device] for _, total, _ in flat]), op)
 
     def _launch(self, launches: Iterable[Launch], op: str) -> None:
@@ -99,7 +97,8 @@ class PeerToPeer(Backend):
         for launch in launches:
             first, device = launch.values[0], self.devices[launch.position]
             stream = _stream_of(cupy, torch.cuda.current_stream(device))
-            kernel = _kernel(_dtype(first), op, len(launch.values), len(launch.outs))
+            dtype = str(first.dtype).removeprefix("torch.")
+            kernel = _kernel(dtype, op, len(launch.values), len(launch.outs))
             pointers = [np.uint64(tensor.data_ptr()) for tensor in (*launch.values, *launch.outs)]
             with cupy.cuda.Device(device.index), stream:
                 grid = kernels.blocks(first.numel(), first.itemsize)
@@ -108,14 +107,9 @@ class PeerToPeer(Backend):
 
     def _synchronize_streams(self) -> None:
         """Make the current stream of each GPU wait for the current streams of all other GPUs."""
-        if len(self._first) == 1:
-            return
-        streams = {device: torch.cuda.current_stream(device) for device in self._first}
-        events = {device: stream.record_event() for device, stream in streams.items()}
-        for device, stream in streams.items():
-            for other, event in events.items():
-                if other != device:
-                    stream.wait_event(event)
+        if len(self._first) > 1:
+            streams = [torch.cuda.current_stream(device) for device in self._first]
+            join(streams, streams)
 
 
 def one_shot(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Launch]:
@@ -154,10 +148,6 @@ def _stream_of(cupy: Any, stream: torch.cuda.Stream) -> Any:
 def _has_expandable_segments() -> bool:
     settings = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
     return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=256)

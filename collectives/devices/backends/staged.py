@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer
+from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, join
 from gangline.collectives.engine import host_staging, reduction
 
 PIECE = 4 << 20
@@ -35,9 +35,10 @@ _Piece = tuple[int, Sequence[Tensor], Tensor, Sequence[Tensor]]
 class Buffer:
     """Memory that operations on several streams use, and the events after which it can be read or written."""
 
-    def __init__(self, tensor: Tensor, written: Sequence[torch.cuda.Event] = ()) -> None:
-        self.tensor = tensor
-        """Values of the piece that the memory holds."""
+    def __init__(self, memory: Tensor, written: Sequence[torch.cuda.Event] = ()) -> None:
+        self.memory = memory
+        self.tensor = memory
+        """View of the memory for the values of a piece."""
         self.written = written
         """Event of the last write, if any."""
         self.read: list[torch.cuda.Event] = []
@@ -56,7 +57,7 @@ class Staged(Backend):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
         self._lock = threading.Lock()  # threads share the buffers
-        self._buffers: defaultdict[tuple[str, int, int], deque[tuple[Buffer, Tensor]]] = defaultdict(deque)
+        self._buffers: defaultdict[tuple[str, int, int], deque[Buffer]] = defaultdict(deque)
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
     @classmethod
@@ -64,13 +65,10 @@ class Staged(Backend):
         return "some are GPUs and some are not" if len({device.type for device in devices}) > 1 else ""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
+        positions = range(len(tensors))
+        owners = [one for one in positions if not any(self._are_near(one, other) for other in range(one))]
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
-            owners = [
-                position
-                for position in range(len(flats))
-                if not any(self._are_near(position, other) for other in range(position))
-            ]
             pieces: list[_Piece] = []
             for part, owner in zip(cut(flats[0], len(owners)), cycle(owners), strict=False):
                 values = [flat[part] for flat in flats]
@@ -79,16 +77,13 @@ class Staged(Backend):
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
         with Flattened() as flattened:
-            pieces: list[_Piece] = [
-                (
-                    self.devices.index(total.device),
-                    [value[part] for value in values],
-                    total[part],
-                    [out[part] for out in outs],
-                )
-                for values, total, outs in flattened.transfers(transfers)
-                for part in cut(total, 1)
-            ]
+            pieces: list[_Piece] = []
+            for values, total, outs in flattened.transfers(transfers):
+                owner = self.devices.index(total.device)
+                pieces += [
+                    (owner, [one[part] for one in values], total[part], [one[part] for one in outs])
+                    for part in cut(total, 1)
+                ]
             self._run(pieces, op)
 
     def _are_near(self, position: int, other: int) -> bool:
@@ -105,18 +100,13 @@ class Staged(Backend):
         with self._lock:
             gpus = {device for device in self.devices if device.type == "cuda"}
             streams = [self._stream(device, use) for device in gpus for use in ("out", "in")]
-            begun = [torch.cuda.current_stream(device).record_event() for device in gpus]
-            for stream in streams:
-                for event in begun:
-                    stream.wait_event(event)
+            callers = [torch.cuda.current_stream(device) for device in gpus]
+            join(streams, callers)
             stages = [self._stages(*piece, op) for piece in pieces]
             for newest in range(len(pieces) + _STAGES - 1):
                 for of_piece in stages[max(0, newest - _STAGES + 1) : newest + 1]:
                     next(of_piece, None)
-            ended = [stream.record_event() for stream in streams]
-            for device in gpus:
-                for event in ended:
-                    torch.cuda.current_stream(device).wait_event(event)
+            join(callers, streams)
 
     def _stages(
         self, owner: int, values: Sequence[Tensor], total: Tensor, outs: Sequence[Tensor], op: str
@@ -185,18 +175,17 @@ class Staged(Backend):
             pair.append(self._allocate(self.devices[position], on_host=kind != "received"))
         else:
             pair.rotate()
-        buffer, memory = pair[-1]
-        buffer.tensor = memory[: like.nbytes].view(like.dtype)
-        return buffer
+        pair[-1].tensor = pair[-1].memory[: like.nbytes].view(like.dtype)
+        return pair[-1]
 
     @torch.inference_mode(mode=False)
-    def _allocate(self, device: torch.device, *, on_host: bool) -> tuple[Buffer, Tensor]:
-        if device.type == "cuda" and on_host:
-            memory = host_staging.pinned_memory(PIECE, torch.uint8)
-            return Buffer(memory), memory
+    def _allocate(self, device: torch.device, *, on_host: bool) -> Buffer:
+        if device.type == "cpu":
+            return Buffer(torch.empty(PIECE, dtype=torch.uint8, device=device))
+        if on_host:
+            return Buffer(host_staging.pinned_memory(PIECE, torch.uint8))
         memory = torch.empty(PIECE, dtype=torch.uint8, device=device)
-        freed = [torch.cuda.current_stream(device).record_event()] if device.type == "cuda" else ()
-        return Buffer(memory, freed), memory  # earlier work on the current stream may still use the memory
+        return Buffer(memory, [torch.cuda.current_stream(device).record_event()])  # earlier work may still use it
 
     def _stream(self, device: torch.device, use: str) -> torch.cuda.Stream:
         if (device, use) not in self._streams:
