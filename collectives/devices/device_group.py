@@ -17,7 +17,7 @@ from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import check_shape, check_tensor, check_written
 from gangline.collectives.engine.host_staging import overlap
 
-__all__ = ["DeviceGroup", "Transfer", "broadcast", "move", "reduce", "require"]
+__all__ = ["DeviceGroup", "Transfer", "move", "reduce", "require"]
 
 
 class DeviceGroup:
@@ -211,11 +211,6 @@ class DeviceGroup:
 def reduce(values: Sequence[Tensor], out: Tensor) -> None:
     """Write ``values[0] + values[1] + ...`` into ``out``; see `move`."""
     move([(values, out, ())])
-
-
-def broadcast(value: Tensor, outs: Sequence[Tensor]) -> None:
-    """Copy ``value`` into each of ``outs``."""
-    move([((), value, outs)])
 
 
 def move(transfers: Sequence[Transfer]) -> None:
