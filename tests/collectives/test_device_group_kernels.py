@@ -17,7 +17,8 @@ from torch import Tensor
 from gangline import gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
 from gangline.collectives.devices.backends import kernels, peers
-from gangline.collectives.devices.backends.peer_to_peer import Launch, PeerToPeer, moves, one_shot, two_shot
+from gangline.collectives.devices.backends.base import in_slices
+from gangline.collectives.devices.backends.peer_to_peer import Launch, PeerToPeer, moves, one_shot
 from gangline.collectives.devices.device_group import DeviceGroup
 from gangline.collectives.engine import reduction
 
@@ -187,10 +188,10 @@ def spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("positions", [2, 3, 4])
 def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, positions: int, count: int) -> None:
     tensors = [torch.arange(count, dtype=torch.float32) * 7 + position for position in range(positions)]
-    launches = two_shot(tensors, range(positions))
+    launches = moves(in_slices(tensors, range(positions), positions), {tensors[0].device: 0})
     assert sum(len(launch.values[0]) for launch in launches) == count
-    assert len({launch.position for launch in launches}) == len(launches)
-    for launch in launches:  # no launch reads what another writes, so they need no order
+    for number, launch in enumerate(launches):  # no launch reads what another writes, so they need no order
+        assert launch.outs[0]._base is tensors[number]  # which is the owner's
         assert spans(launch.values) == spans(launch.outs)
         assert (launch.values[0].data_ptr() - tensors[0].data_ptr()) % 64 == 0
     ordered = spans(tensor for launch in launches for tensor in launch.outs)
@@ -215,8 +216,8 @@ def test_one_shot_writes_no_tensor_that_it_reads(run: Run) -> None:
 def test_a_transfer_is_one_launch_at_its_owner(run: Run) -> None:
     values = [torch.arange(50, dtype=torch.float32) * 7 + position for position in range(3)]
     total, outs = torch.zeros(50), [torch.zeros(50) for _ in range(2)]
-    launches = moves([(values, total, outs), ((), total, outs), ((), total, [total])], [2, 1, 0])
-    assert [launch.position for launch in launches] == [2, 1]  # a copy onto itself is omitted
+    launches = moves([(values, total, outs), ((), total, outs), ((), total, [total])], {total.device: 2})
+    assert [launch.position for launch in launches] == [2, 2]  # a copy onto itself is omitted
     run(launches[0], "sum")
     assert all(torch.equal(one, torch.arange(50) * 21.0 + 3) for one in (total, *outs))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from gangline.collectives import thread_pool
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.compiled_core import core
-from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
+from gangline.collectives.devices.backends.base import Backend, Transfer, in_slices, mark_written
 from gangline.collectives.engine import host_staging, reduction
 
 _MIN_COMPILED = 1 << 20  # bytes of sums from which threads and non-temporal stores pay off
@@ -44,15 +44,11 @@ class Copies(Backend):
         move(transfers, op)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
-        if len(set(self.devices)) == 1 or not all(tensor.is_contiguous() for tensor in tensors):
+        if all(tensor.is_contiguous() for tensor in tensors):  # each device combines a slice: all links are busy
+            flats = [tensor.view(-1) for tensor in tensors]
+            move(in_slices(flats, [*self.owners.values()], len(self.owners)), op)
+        else:
             move([(tensors, tensors[0], tensors[1:])], op)
-            return
-        flats = [tensor.view(-1) for tensor in tensors]
-        transfers: list[Transfer] = []  # each device combines a slice, so that all links are busy
-        for position, part in enumerate(even_slices(len(flats[0]), len(flats))):
-            pieces = [flat[part] for flat in flats]
-            transfers.append((pieces, pieces[position], pieces[:position] + pieces[position + 1 :]))
-        move(transfers, op)
 
 
 def move(transfers: Sequence[Transfer], op: str = "sum") -> None:

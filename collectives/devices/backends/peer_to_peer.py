@@ -8,7 +8,7 @@ positions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.devices.backends import kernels, peers
-from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, even_slices, join
+from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, in_slices, join
 
 _MAX_ONE_SHOT = 256 * 1024  # bytes; from published figures for 8 GPUs on NVLink
-_ALIGN = 16  # elements: slices that begin on a multiple allow 16-byte loads for every dtype
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class PeerToPeer(Backend):
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
-        self._first = {device: position for position, device in reversed(list(enumerate(self.devices)))}
-        for one, other in permutations(self._first, 2):
+        for one, other in permutations(self.owners, 2):
             peers.reach(one.index, other.index)
 
     @classmethod
@@ -77,18 +75,17 @@ class PeerToPeer(Backend):
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
-            if len(self._first) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
+            if len(self.owners) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
                 results = [torch.empty_like(flat) for flat in flats]
                 self._launch(one_shot(flats, results), op)
                 for flat, result in zip(flats, results, strict=True):
                     flat.copy_(result)
             else:
-                self._launch(two_shot(flats, sorted(self._first.values())), op)
+                self._launch(moves(in_slices(flats, [*self.owners.values()], len(self.owners)), self.owners), op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
         with Flattened() as flattened:
-            flat = flattened.transfers(transfers)
-            self._launch(moves(flat, [self._first[total.device] for _, total, _ in flat]), op)
+            self._launch(moves(flattened.transfers(transfers), self.owners), op)
 
     def _launch(self, launches: Iterable[Launch], op: str) -> None:
         """Launch kernels after all GPUs' current streams reach this point, and make these streams wait for them."""
@@ -107,8 +104,8 @@ class PeerToPeer(Backend):
 
     def _synchronize_streams(self) -> None:
         """Make the current stream of each GPU wait for the current streams of all other GPUs."""
-        if len(self._first) > 1:
-            streams = [torch.cuda.current_stream(device) for device in self._first]
+        if len(self.owners) > 1:
+            streams = [torch.cuda.current_stream(device) for device in self.owners]
             join(streams, streams)
 
 
@@ -117,24 +114,14 @@ def one_shot(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Launc
     return [Launch(position, tuple(tensors), (result,)) for position, result in enumerate(results)]
 
 
-def two_shot(tensors: Sequence[Tensor], positions: Sequence[int]) -> list[Launch]:
-    """Return the launches of an all-reduce in which each position combines a slice and writes it to all tensors."""
+def moves(transfers: Sequence[Transfer], owners: Mapping[torch.device, int]) -> list[Launch]:
+    """Return one launch per transfer, on the total's GPU: the result is written to the total and the outs at once."""
     launches = []
-    for position, part in zip(positions, even_slices(len(tensors[0]), len(positions), _ALIGN), strict=True):
-        pieces = tuple(tensor[part] for tensor in tensors)
-        if len(pieces[0]):
-            launches.append(Launch(position, pieces, pieces))
-    return launches
-
-
-def moves(transfers: Sequence[Transfer], owners: Sequence[int]) -> list[Launch]:
-    """Return one launch per transfer, at its owner: the result is written to the total and the outs at once."""
-    launches = []
-    for (values, total, outs), owner in zip(transfers, owners, strict=True):
+    for values, total, outs in transfers:
         others = tuple(out for out in outs if out.data_ptr() != total.data_ptr())
         read, written = (tuple(values), (total, *others)) if values else ((total,), others)
         if written:
-            launches.append(Launch(owner, read, written))
+            launches.append(Launch(owners[total.device], read, written))
     return launches
 
 

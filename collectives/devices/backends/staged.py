@@ -12,24 +12,20 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, join
+from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, in_slices, join
 from gangline.collectives.engine import host_staging, reduction
 
 PIECE = 4 << 20
 """Bytes of a piece: smaller pieces idle the bus between copies, larger ones lengthen fill and drain."""
-_ALIGN = 16  # elements
 _STAGES = 5  # of `Staged._stages`
 
 _Use = Literal["out", "in", "compute"]
 """What a stream does: copies to the host, copies from the host, or arithmetic, on the caller's current stream."""
-_Piece = tuple[int, Sequence[Tensor], Tensor, Sequence[Tensor]]
-"""Position of the owner, and the slices of a transfer, 1-D and of one length."""
 
 
 class Buffer:
@@ -65,25 +61,19 @@ class Staged(Backend):
         return "some are GPUs and some are not" if len({device.type for device in devices}) > 1 else ""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
-        positions = range(len(tensors))
-        owners = [one for one in positions if not any(self._are_near(one, other) for other in range(one))]
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
-            pieces: list[_Piece] = []
-            for part, owner in zip(cut(flats[0], len(owners)), cycle(owners), strict=False):
-                values = [flat[part] for flat in flats]
-                pieces.append((owner, values, values[owner], values))
-            self._run(pieces, op)
+            count = max(len(self.owners), -(-flats[0].nbytes // PIECE))
+            self._run(in_slices(flats, [*self.owners.values()], count), op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
+        pieces: list[Transfer] = []
         with Flattened() as flattened:
-            pieces: list[_Piece] = []
             for values, total, outs in flattened.transfers(transfers):
-                owner = self.devices.index(total.device)
-                pieces += [
-                    (owner, [one[part] for one in values], total[part], [one[part] for one in outs])
-                    for part in cut(total, 1)
-                ]
+                step = PIECE // total.itemsize
+                for start in range(0, len(total), step):
+                    part = slice(start, start + step)
+                    pieces.append(([one[part] for one in values], total[part], [one[part] for one in outs]))
             self._run(pieces, op)
 
     def _are_near(self, position: int, other: int) -> bool:
@@ -91,7 +81,7 @@ class Staged(Backend):
         device = self.devices[position]
         return position == other or (device.type == "cuda" and device == self.devices[other])
 
-    def _run(self, pieces: Sequence[_Piece], op: str) -> None:
+    def _run(self, pieces: Sequence[Transfer], op: str) -> None:
         """Run pieces after the work on the GPUs' current streams, and make these streams wait for them.
 
         A piece is one stage behind the previous piece. Operations are enqueued in this order, so no stream is idle
@@ -108,10 +98,9 @@ class Staged(Backend):
                     next(of_piece, None)
             join(callers, streams)
 
-    def _stages(
-        self, owner: int, values: Sequence[Tensor], total: Tensor, outs: Sequence[Tensor], op: str
-    ) -> Iterator[None]:
+    def _stages(self, values: Sequence[Tensor], total: Tensor, outs: Sequence[Tensor], op: str) -> Iterator[None]:
         """Run a piece: its values to the host, to the owner, combined, to the host, and to the other devices."""
+        owner = self.owners[total.device]
         targets = {position: out for position, out in enumerate(outs) if out.data_ptr() != total.data_ptr()}
         near = [targets.pop(position) for position in list(targets) if self._are_near(position, owner)]
         sources = [position for position in range(len(values)) if not self._are_near(position, owner)]
@@ -198,10 +187,3 @@ def _combine(values: Sequence[Tensor], op: str, total: Tensor, outs: Sequence[Te
         reduction.combine(values, op, total, len(values) if op == "mean" else 1)
     for out in outs:
         out.copy_(total)
-
-
-def cut(tensor: Tensor, positions: int) -> list[slice]:
-    """Return slices of a 1-D tensor: at most `PIECE` bytes each, and small enough that each position gets one."""
-    share = -(-len(tensor) // (positions * _ALIGN)) * _ALIGN
-    step = max(1, min(share, PIECE // tensor.itemsize))
-    return [slice(start, min(start + step, len(tensor))) for start in range(0, len(tensor), step)]
