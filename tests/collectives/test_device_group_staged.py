@@ -36,7 +36,7 @@ def values_on(gpus: Sequence[int], count: int, first: int) -> tuple[list[Tensor]
     return values, [on_simulated_gpu(value, index) for value, index in zip(values, gpus, strict=True)]
 
 
-@pytest.mark.parametrize("order", ["late", "early", *map(str, range(6))])
+@pytest.mark.parametrize("order", ["late", "early", "1", "2", "3"])
 @pytest.mark.parametrize("gpus", [[0, 1], [0, 1, 2, 3], [0, 1, 0], [2, 2]], ids=str)
 def test_results_do_not_depend_on_the_speed_of_streams(gpus: list[int]) -> None:
     """Calls follow each other, in the same buffers, while none of the earlier ones has ended."""
