@@ -31,7 +31,7 @@ class Backend(ABC):
         self.devices = tuple(devices)
         """Device of each position; a position is an index into the lists of tensors."""
         self.owners = {device: self.devices.index(device) for device in self.devices}
-        """The first position of each device, which combines what this device combines."""
+        """First position of each device, at which this device combines values."""
 
     def supports(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
         """Return whether this backend moves tensors of a dtype; `Copies` moves the others."""

@@ -105,7 +105,7 @@ def move_compiled(values: Sequence[Sequence[Tensor]], totals: list[Tensor], outs
 
 
 def _run_jointly(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Run transfers with as many tensors by one call if that is possible and faster; return the others."""
+    """Run transfers that have equal numbers of tensors with one call, if possible and faster; return the others."""
     alike: defaultdict[tuple[int, int, bool, bool], list[Transfer]] = defaultdict(list)
     for values, total, outs in transfers:
         if values or outs:

@@ -58,22 +58,23 @@ class Binding(ABC):
 
     @abstractmethod
     def call(self, name: str, position: int, *arguments: int) -> None:
-        """Call "all_reduce", "reduce", "broadcast", "all_gather" or "reduce_scatter".
+        """Call "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send" or "recv".
 
         Args:
-            name: name of the collective.
+            name: name of the call.
             position: position of the GPU.
             arguments: source, target, count, dtype, op (of reductions), root (of reduce and broadcast), stream. The
-                count is that of one row of all_gather and reduce_scatter.
+                count is that of one row of all_gather and reduce_scatter. Of "send" and "recv": address, count, dtype,
+                peer, stream.
         """
 
-    @abstractmethod
     def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
         """Call ncclSend on bytes, at position 0."""
+        self.call("send", 0, source, nbytes, _BYTE, to, stream)
 
-    @abstractmethod
     def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
         """Call ncclRecv on bytes, at position 0."""
+        self.call("recv", 0, target, nbytes, _BYTE, source, stream)
 
     @abstractmethod
     def abort(self) -> None:
@@ -116,12 +117,6 @@ class CupyBinding(Binding):
     def call(self, name: str, position: int, *arguments: int) -> None:
         first, *others = name.split("_")
         getattr(self._communicators[position], first + "".join(map(str.title, others)))(*arguments)
-
-    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
-        self._communicators[0].send(source, nbytes, _BYTE, to, stream)
-
-    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
-        self._communicators[0].recv(target, nbytes, _BYTE, source, stream)
 
     def abort(self) -> None:
         self._communicators[0].abort()
@@ -167,15 +162,11 @@ class PyncclBinding(Binding):
         self._nccl.group_end()
 
     def call(self, name: str, position: int, *arguments: int) -> None:
-        source, target, count, *options, stream = arguments
-        communicator = self._communicators[position]  # an argument before the stream
-        getattr(self._nccl, name)(source, target, self.checked_count(count), *options, communicator, stream)
-
-    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
-        self._nccl.pp_send(source, self.checked_count(nbytes), _BYTE, to, self._communicators[0], stream)
-
-    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
-        self._nccl.pp_recv(target, self.checked_count(nbytes), _BYTE, source, self._communicators[0], stream)
+        *before, stream = arguments
+        is_message = name in ("send", "recv")
+        self.check_count(before[1 if is_message else 2])
+        function = getattr(self._nccl, f"pp_{name}" if is_message else name)
+        function(*before, self._communicators[position], stream)
 
     def abort(self) -> None:
         self._nccl.comm_abort(self._communicators[0])
@@ -184,17 +175,12 @@ class PyncclBinding(Binding):
         for communicator in self._communicators:
             self._nccl.comm_destroy(communicator)
 
-    def checked_count(self, count: int) -> int:
-        """Return a number of elements that fits a C int.
-
-        Raises:
-            ValueError: if it does not.
-        """
+    def check_count(self, count: int) -> None:
+        """Raise ValueError if a number of elements does not fit a C int."""
         if count > self._MAX_COUNT:
             raise ValueError(
                 f"a tensor has {count} elements, but pynccl passes at most {self._MAX_COUNT}; expected {VARIABLE}=cupy"
             )
-        return count
 
 
 BINDINGS: dict[str, type[Binding]] = {"cupy": CupyBinding, "pynccl": PyncclBinding}

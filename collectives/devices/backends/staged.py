@@ -77,7 +77,7 @@ class Staged(Backend):
             self._run(pieces, op)
 
     def _are_near(self, position: int, other: int) -> bool:
-        """Return whether the streams of one position can access the other's tensors; CPU positions are apart."""
+        """Return whether one stream can access the tensors of both positions: they are the same, or on one GPU."""
         device = self.devices[position]
         return position == other or (device.type == "cuda" and device == self.devices[other])
 
