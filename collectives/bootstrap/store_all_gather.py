@@ -237,7 +237,7 @@ def store_errors(rank: int, size: int, server: str, late: Sequence[int] = ()) ->
         raise DeadNodeError(f"rank {rank} of {size} {waited}lost {server}: {error}") from error
 
 
-class BoundedStore:
+class BoundedStore(RemoteStore):
     """Store of torch whose calls end: TCPStore waits without a limit for a server that has stopped to answer.
 
     Args:
@@ -246,29 +246,13 @@ class BoundedStore:
     """
 
     def __init__(self, store: Store, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+        def ask(method: str, *arguments: object) -> object:
+            try:
+                return call_within(timeout, getattr(store, method), *arguments)
+            except TimeoutError as error:
+                raise DistNetworkError(str(error)) from None
 
-    def set(self, key: str, value: bytes | str) -> None:
-        """Store a value."""
-        self._call(self._store.set, key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether the store has all the keys."""
-        return self._call(self._store.check, keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of keys that the store has."""
-        return self._call(self._store.multi_get, keys)
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key."""
-        return self._call(self._store.delete_key, key)
-
-    def _call(self, function: Callable[..., _Result], *arguments: object) -> _Result:
-        try:
-            return call_within(self._timeout, function, *arguments)
-        except TimeoutError as error:
-            raise DistNetworkError(str(error)) from None
+        super().__init__(ask)
 
 
 def call_within(seconds: float, function: Callable[..., _Result], *arguments: object, **options: object) -> _Result:

@@ -54,9 +54,9 @@ class LocalStore:
                 return self.set(key, value)
             case ["check", [*keys]]:
                 return self.check(keys)
-            case ["get", [*keys]]:
+            case ["multi_get", [*keys]]:
                 return self.multi_get(keys)
-            case ["delete", str(key)]:
+            case ["delete_key", str(key)]:
                 return self.delete_key(key)
         raise ProtocolError("received an unknown request")
 
@@ -95,10 +95,10 @@ class ServedStore(LocalStore):
 
 
 class RemoteStore:
-    """Store of another process; methods as in `LocalStore`.
+    """Store that is asked by requests; methods as in `LocalStore`.
 
     Args:
-        ask: sends the words of a request to the process and returns what `LocalStore.answer` returns there.
+        ask: called with a method's name and arguments; returns the answer of the store (`LocalStore.answer`).
     """
 
     def __init__(self, ask: Callable[..., Any]) -> None:
@@ -111,11 +111,11 @@ class RemoteStore:
         return bool(self._ask("check", list(keys)))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # noqa: D102
-        found: list[bytes] = self._ask("get", list(keys))
+        found: list[bytes] = self._ask("multi_get", list(keys))
         return found
 
     def delete_key(self, key: str) -> bool:  # noqa: D102
-        return bool(self._ask("delete", key))
+        return bool(self._ask("delete_key", key))
 
 
 class UnixStore(RemoteStore):
