@@ -239,22 +239,17 @@ def _pack(opener: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, .
         return rank_main.pack((opener, fn, args))
     except Exception as error:
         for index, value in enumerate((fn, *args)):
-            _check_picklable(index, value)
+            what = f"argument {index} of spawn, of type {type(value).__name__}, cannot be pickled"
+            if index == 0:
+                what = (
+                    f"the ranks cannot import {value!r}; spawn needs a function defined by `def` at the top level of a "
+                    "module"
+                )
+            try:
+                rank_main.pack(value)
+            except Exception as cause:
+                raise ValueError(f"{what}: {cause}") from cause
         raise ValueError(f"the function and arguments of spawn cannot be pickled: {error}") from error
-
-
-def _check_picklable(index: int, value: Any) -> None:
-    try:
-        rank_main.pack(value)
-    except Exception as error:
-        if index == 0:
-            raise ValueError(
-                f"the ranks cannot import {value!r}; spawn needs a function defined by `def` at the top level of a "
-                f"module ({error})"
-            ) from error
-        raise ValueError(
-            f"argument {index} of spawn, of type {type(value).__name__}, cannot be pickled: {error}"
-        ) from error
 
 
 def _program_is_file() -> bool:
