@@ -17,7 +17,6 @@ COLLECTIVES = (
     "gather",
     "scatter",
     "barrier",
-    "empty",
     "send",
     "recv",
     "all_to_all_uneven",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from gangline.collectives.bootstrap import groups
@@ -444,22 +443,6 @@ class Communicator:
         with self._engine.lock.over_several():
             resources = groups.split_group(self._resources, self._host, self._engine.next_number, color, key)
         return None if resources is None else Communicator(resources)
-
-    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate an uninitialised tensor in memory that all ranks of the host can read.
-
-        Collectives on such a tensor need no copy. Memory to which no tensor of a rank refers any more is released by
-        the next `empty` or by `close`. Collective: all ranks must call it with the same arguments.
-
-        Args:
-            shape: shape of the tensor.
-            dtype: dtype of the tensor.
-        """
-        reduction.check_dtype(dtype)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self._engine.settle()
-        with self._engine.lock.over_several():
-            return self._host.empty(shape, dtype)
 
     def _run_compiled(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: str | int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from functools import cached_property, lru_cache
 
@@ -49,7 +48,7 @@ class HostCollectives:
         self._transport, self._slot_exchange = resources.transport, resources.slot_exchange
         self._rank, self._size = resources.rank, resources.size
         self._slots: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}  # views, by bytes and dtype
-        self._costs: dict[tuple[int, bool], Costs] = {}  # by the logarithm of bytes, and whether memory is registered
+        self._costs: dict[int, Costs] = {}  # by the logarithm of bytes
         self._ways: dict[int, list[int]] = {}  # of the next large all-reduces, by the logarithm of bytes
 
     @cached_property
@@ -213,13 +212,6 @@ class HostCollectives:
         """Wait until all ranks have called `barrier`."""
         self._synchronize(encode_signature("barrier", 0, torch.uint8, None, None))
 
-    @torch.inference_mode(mode=False)
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in memory that all ranks of the host can read, if the transport has such memory."""
-        count = math.prod(shape)
-        self._synchronize(encode_signature("empty", count, dtype, None, None))
-        return self._transport.empty(count * dtype.itemsize, self.exchange).view(dtype).view(shape)
-
     def exchange(self, blob: bytes) -> list[bytes]:
         """Return every rank's bytes in rank order: a `BootstrapAllGather`."""
         lengths = torch.empty((self._size, 1), dtype=torch.int64, device="cpu")
@@ -250,7 +242,7 @@ class HostCollectives:
         plan = engine.plan("all_reduce", flat.nbytes)
         assert plan is not None
         size = flat.nbytes.bit_length()
-        costs = self._costs.setdefault((size, self._transport.is_registered(flat)), Costs())
+        costs = self._costs.setdefault(size, Costs())
         with engine.call(code) as message_tag:
             ways = self._ways.setdefault(size, [])
             if not ways:
