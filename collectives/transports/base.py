@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from gangline.collectives.limits import PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
@@ -187,18 +186,6 @@ class Transport(ABC):
 
     def wake(self) -> None:  # noqa: B027  for transports whose waiters sleep longer
         """End the sleep of a `waiter`."""
-
-    @torch.inference_mode(mode=False)
-    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: ARG002  for transports that share memory
-        """Return an uninitialised uint8 tensor, in memory that other ranks can read if the medium has such memory.
-
-        Collective: all ranks must call it.
-        """
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def is_registered(self, data: Tensor) -> bool:  # noqa: ARG002  for transports that share memory
-        """Return whether a 1-d tensor is in memory of `empty` that other ranks read without a copy."""
-        return False
 
     @abstractmethod
     def withdraw(self) -> None:

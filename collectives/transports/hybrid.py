@@ -9,14 +9,12 @@ from torch import Tensor
 
 from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, PROGRESS_POLL_SECONDS
 from gangline.collectives.transports.base import (
-    BootstrapAllGather,
     MessageTag,
     ReceiveRequest,
     SendRequest,
     Transport,
     WaitPolicy,
     wait_until,
-    within,
 )
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 
@@ -83,10 +81,6 @@ class HybridTransport(Transport):
     def wake(self) -> None:  # noqa: D102
         self._local.wake()
         self._network.wake()
-
-    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: D102
-        with within(exchange, list(self._local_index)) as local_exchange:
-            return self._local.empty(nbytes, local_exchange)
 
     def progress_local_until(self, ready: Callable[[], bool]) -> None:
         """Advance messages to ranks of this host until ``ready()`` or until all are out.

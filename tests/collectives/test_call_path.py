@@ -203,12 +203,10 @@ def _with_atomic_words(comm: Communicator) -> list[float]:
                 assert work is not None
                 work.wait()
                 found += [float(taken.mean()), float(other.all_reduce(given).mean())]
-            memory = other.empty((1 << 20,)).fill_(comm.rank)
-            found.append(float(other.all_reduce(memory).mean()))
     return found
 
 
 @pytest.mark.skipif(not has_collectives, reason=f"gangline._core is not here: {problem}")
 def test_ranks_share_memory_by_atomic_words_where_stores_may_be_reordered() -> None:
     found = spawn(_with_atomic_words, 2, transport="ipc", timeout=60)
-    assert found == [[2.0, 3.0] * 2 + [1.0], [1.0, 3.0] * 2 + [1.0]]
+    assert found == [[2.0, 3.0] * 2, [1.0, 3.0] * 2]

@@ -13,8 +13,6 @@ import os
 import platform
 import secrets
 import struct
-import weakref
-from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Protocol, overload
@@ -23,7 +21,6 @@ import torch
 from torch import Tensor
 
 from gangline.collectives.compiled_core import core, problem
-from gangline.collectives.transports.base import BootstrapAllGather
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034  # Python 3.11's fcntl has no names for them
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -116,16 +113,6 @@ class Segment:
         """Return a part of the segment, which keeps the whole mapping alive."""
         return Segment(self._mapping, nbytes, self._offset + offset)
 
-    @torch.inference_mode(mode=False)
-    def exported(self, nbytes: int, dead: deque[int], number: int) -> Tensor:
-        """Return the first bytes as a uint8 tensor; ``number`` is appended to ``dead`` once nothing refers to them."""
-        memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
-        memory.mapping = self._mapping  # type: ignore[attr-defined]
-        weakref.finalize(memory, dead.append, number).atexit = False
-        return (
-            torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-
     def bytes(self, offset: int, nbytes: int) -> memoryview:
         """Return bytes as a view."""
         return self._view[offset : offset + nbytes]
@@ -141,42 +128,6 @@ class Segment:
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Return bytes as a uint8 tensor; writing to another process's segment crashes this process."""
         return self._tensor[offset : offset + nbytes]
-
-
-def share(rank: int, nbytes: int, exchange: BootstrapAllGather) -> list[Segment]:
-    """Create one segment per rank and return all of them, in rank order.
-
-    Collective: all ranks must call it.
-
-    Args:
-        rank: this rank, whose segment is writable.
-        nbytes: size of this rank's segment, above 0; sizes may differ between ranks.
-        exchange: all-gather between the ranks; called twice.
-
-    Raises:
-        OSError: on all ranks with the same text, if a rank has no memory for a segment, or cannot open another one's.
-    """
-    offer, problem = None, ""
-    segments: list[Segment] = []
-    try:
-        try:
-            offer = Offer(nbytes)
-        except OSError as error:
-            problem = f"rank {rank} cannot offer memory: {error}"
-        handles = exchange(b"" if offer is None else offer.handle)
-        if offer is not None and all(handles):
-            try:
-                for other, handle in enumerate(handles):
-                    segments.append(offer.segment if other == rank else open_offered(handle))
-            except OSError as error:
-                problem = f"rank {rank} cannot open the memory of rank {len(segments)}: {error}"
-        problems = [reported.decode() for reported in exchange(problem.encode()) if reported]
-        if problems:
-            raise OSError(problems[0])
-        return segments
-    finally:
-        if offer is not None:
-            offer.close()
 
 
 class Offer:

@@ -2,7 +2,6 @@
 
 A message is an entry in a queue from one rank to another: its tag and the location of its bytes.
 
-- registered: in memory from `empty`, which every rank has mapped. No copy; the receiver reads in place.
 - remote: anywhere in the sender's memory; the receiver reads it by cross-memory attach. One copy.
 - staged: the sender copies it, piece by piece, into staging buffers that the receiver reads. For small messages, and
   for all messages if the kernel does not let ranks read each other's memory.
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeVar
 
-import msgpack
 import torch
 from torch import Tensor
 
@@ -27,7 +25,6 @@ from gangline.collectives.errors import ProtocolError
 from gangline.collectives.limits import PEER_LOST_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
-    BootstrapAllGather,
     MessageTag,
     ReceiveRequest,
     SendRequest,
@@ -37,17 +34,16 @@ from gangline.collectives.transports.base import (
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.host_group import HostGroup, padded
-from gangline.collectives.transports.shm.registered import RegisteredMemory
-from gangline.collectives.transports.shm.segments import Segment, Words, share
+from gangline.collectives.transports.shm.segments import Segment, Words
 
 _Queue = TypeVar("_Queue")
-_REGISTERED, _REMOTE, _STAGED = 1, 2, 3
+_REMOTE, _STAGED = 1, 2
 _SMALL = 1 << 15  # maximum bytes of a staged message: two system calls cost more than a second copy
 
 # Layout of a segment: per peer, counters (one cache line) and queue entries; then per peer, staging buffers.
 _ENTRIES = 64
-_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, location, offset, unused
-_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _LOCATION, _OFFSET = range(7)
+_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, location, two unused
+_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _LOCATION = range(6)
 _BUFFERS = 4
 _COUNTERS = 8  # words per peer: messages read, pieces read, pieces staged, unused
 _READ, _PIECES_READ, _PIECES_STAGED = range(3)
@@ -56,10 +52,7 @@ _PEER_BYTES = 8 * (_COUNTERS + _ENTRIES * _WORDS)
 
 @dataclass(eq=False)
 class _Outgoing(SendRequest):
-    """Message that is not posted yet, or whose bytes the receiver still needs.
-
-    ``location`` and ``offset`` are: registration number and offset; address and 0; or first piece and 0.
-    """
+    """Message that is not posted yet, or whose bytes the receiver still needs."""
 
     queue: _SendQueue
     number: int
@@ -67,7 +60,7 @@ class _Outgoing(SendRequest):
     message_tag: MessageTag
     kind: int
     location: int
-    offset: int
+    """Address of a remote message, number of the first piece of a staged one."""
     is_posted: bool = False
     pieces_left: int = 0
 
@@ -111,7 +104,6 @@ class SharedMemoryTransport(Transport):
             lambda source: _ReceiveQueue(self, segments[source], segments[rank], source, staging)
         )
         self._backlog: set[int] = set()  # ranks with unfinished entries in their send queues
-        self._registered = RegisteredMemory()
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -120,7 +112,7 @@ class SharedMemoryTransport(Transport):
 
     def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
         queue = self._send_queues[to]
-        message = queue.add(data, message_tag, self._registered.find(data) if data.numel() > _SMALL else None)
+        message = queue.add(data, message_tag)
         if queue.progress():
             self._backlog.add(to)
         return message
@@ -149,28 +141,6 @@ class SharedMemoryTransport(Transport):
     def wake(self) -> None:  # noqa: D102
         self.wakeup.wake()
 
-    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
-        """Return an uninitialised uint8 tensor in memory that all ranks have mapped.
-
-        The ranks unmap the memory of freed tensors. Collective: all ranks must call it.
-
-        Raises:
-            OSError: if the ranks cannot share that much memory.
-        """
-        released = self._registered.take_released()
-
-        def exchange_released(blob: bytes) -> list[bytes]:
-            gathered = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([blob, released]))]
-            for rank, (_, numbers) in enumerate(gathered):
-                self._registered.forget(rank, numbers)
-            return [blob for blob, _ in gathered]
-
-        segments = share(self.rank, max(nbytes, 1), exchange_released)
-        return self._registered.add(segments, self.rank, nbytes)
-
-    def is_registered(self, data: Tensor) -> bool:  # noqa: D102
-        return self._registered.find(data.view(torch.uint8)) is not None
-
     def withdraw(self) -> None:  # noqa: D102
         for queue in list(self._send_queues.values()):
             queue.withdraw()
@@ -178,21 +148,17 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:  # noqa: D102
         self.withdraw()
-        self._registered = RegisteredMemory()
 
     def _receive_request(self, source: int) -> ReceiveRequest:
         queue = self._receive_queues[source]
         entry = queue.next_entry()
         message_tag, nbytes, kind = MessageTag(entry[_SEQUENCE], entry[_CODE]), entry[_NBYTES], entry[_KIND]
-        if kind == _REGISTERED:
-            view = self._registered.view(entry[_LOCATION], source, entry[_OFFSET], nbytes)
-            return _RegisteredReceive(queue, message_tag, nbytes, view)
         if kind == _REMOTE:
             return _RemoteReceive(queue, message_tag, nbytes, self._processes[source], entry[_LOCATION])
         if kind == _STAGED:
             return _StagedReceive(queue, message_tag, nbytes, entry[_LOCATION])
         raise ProtocolError(
-            f"rank {self._members[source]} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}"
+            f"rank {self._members[source]} posted a message of kind {kind}; expected {_REMOTE} or {_STAGED}"
         )
 
 
@@ -221,17 +187,15 @@ class _SendQueue:
         self._planned = 0  # pieces of all messages added
         self._pending: deque[_Outgoing] = deque()  # messages to post, or with pieces to stage
 
-    def add(self, data: Tensor, message_tag: MessageTag, registered: tuple[int, int] | None) -> _Outgoing:
+    def add(self, data: Tensor, message_tag: MessageTag) -> _Outgoing:
         """Append a message; `progress` posts it."""
         self._messages += 1
         nbytes = data.numel()
-        if registered is not None:
-            message = _Outgoing(self, self._messages, data, message_tag, _REGISTERED, *registered)
-        elif nbytes > _SMALL and self._is_readable:
-            message = _Outgoing(self, self._messages, data, message_tag, _REMOTE, data.data_ptr(), 0)
+        if nbytes > _SMALL and self._is_readable:
+            message = _Outgoing(self, self._messages, data, message_tag, _REMOTE, data.data_ptr())
         else:
             pieces = -(-nbytes // PIECE)
-            message = _Outgoing(self, self._messages, data, message_tag, _STAGED, self._planned, 0, pieces_left=pieces)
+            message = _Outgoing(self, self._messages, data, message_tag, _STAGED, self._planned, pieces_left=pieces)
             self._planned += pieces
         self._pending.append(message)
         return message
@@ -279,7 +243,6 @@ class _SendQueue:
         entries[begin + _NBYTES] = message.data.numel()
         entries[begin + _KIND] = message.kind
         entries[begin + _LOCATION] = message.location
-        entries[begin + _OFFSET] = message.offset
         if message.pieces_left == 1 and self._has_buffer() and self._pending[0] is message:
             self._stage(message)  # before the receiver sees the entry and waits for the piece
         entries[begin + _COUNT] = message.number  # last: a receiver that sees it sees the rest
@@ -359,21 +322,6 @@ class _QueuedReceive(ReceiveRequest):
 
     def done(self) -> None:
         self._queue.done()
-
-
-class _RegisteredReceive(_QueuedReceive):
-    """Message in registered memory."""
-
-    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, view: Tensor) -> None:
-        super().__init__(queue, message_tag, nbytes)
-        self._view = view
-
-    def piece(self, index: int) -> Tensor:
-        return self._view[index * PIECE : (index + 1) * PIECE]
-
-    def into(self, target: Tensor) -> None:
-        target.copy_(self._view)
-        self.done()
 
 
 class _RemoteReceive(_QueuedReceive):
