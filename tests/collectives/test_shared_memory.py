@@ -397,7 +397,7 @@ def _shared(rank: int, exchange: BootstrapAllGather) -> SharedMemoryTransport:
 def test_an_invalid_queue_entry_is_an_error() -> None:
     first, second = with_exchange(_shared, _shared)
     first.send(1, torch.zeros(8, dtype=torch.uint8), MessageTag(1, 1))
-    entry = first._send_queues[1]._entries
+    entry = first._send_queues[1].entries
     kind = transport._WORDS + transport._KIND
     entry[kind] = 9
     with pytest.raises(ProtocolError, match="rank 0 posted a message of kind 9; expected 1 or 2"):
@@ -452,7 +452,7 @@ def _fail_at_the_second_transport(comm: Communicator) -> None:
         with pytest.raises(OSError, match="no second one"):
             open_again(comm, "ipc")
     assert len(open_files()) == before
-    assert opened[0]._peers.sockets[1 - comm.rank].socket.closed
+    assert opened[0].peers.sockets[1 - comm.rank].socket.closed
     comm.barrier()
 
 
