@@ -516,7 +516,7 @@ class Communicator:
         if self._engine.is_inherited and self._engine.error is not None:
             raise self._engine.error
         membership = self._resources.membership
-        membership.poll(0, 0)
+        membership.announce_and_read(0, 0)
         return sorted(rank for rank, why in membership.gone.items() if why != CLOSED)
 
     def __enter__(self) -> Communicator:

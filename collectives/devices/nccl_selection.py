@@ -221,7 +221,7 @@ class NcclSelection:
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
             if not is_agreed:  # else the next call of this number is an exchange, and ranks may be waiting in it
-                resources.membership.poll(number, code)
+                resources.membership.announce_and_read(number, code)
             return is_agreed
 
     def _wait_for_proposals(self, number: int, flag: int, code: int) -> bool:
@@ -233,7 +233,7 @@ class NcclSelection:
 
         def is_decided() -> bool:
             nonlocal passed, missing
-            resources.membership.poll(number + flag, code)
+            resources.membership.announce_and_read(number + flag, code)
             at = {rank: resources.membership.at.get(rank, (0, 0))[0] for rank in others}
             passed = {rank for rank in others if self._is_ordinary(rank, at[rank], number)}
             missing = [rank for rank in others if rank not in passed and at[rank] < number + flag]

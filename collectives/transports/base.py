@@ -68,24 +68,24 @@ def wait_until(ready: Callable[[], bool], pause: Callable[[float], object], chec
 
 
 @contextmanager
-def within(exchange: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
+def within(all_gather: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
     """Yield the all-gather of this rank's group; each group may call it any number of times.
 
     Collective over all ranks, not only the group: leaving the context blocks until all groups have left it.
 
     Args:
-        exchange: all-gather of all ranks.
+        all_gather: that of all ranks.
         members: ranks of the group: rank i of the group is rank ``members[i]`` of all.
     """
 
-    def group_exchange(data: bytes) -> list[bytes]:
-        gathered = exchange(_CONTINUE + data)
+    def group_all_gather(data: bytes) -> list[bytes]:
+        gathered = all_gather(_CONTINUE + data)
         return [gathered[rank][len(_CONTINUE) :] for rank in members]
 
     try:
-        yield group_exchange
+        yield group_all_gather
     finally:
-        while any(status != _DONE for status in exchange(_DONE)):
+        while any(status != _DONE for status in all_gather(_DONE)):
             pass
 
 
@@ -122,12 +122,20 @@ class ReceiveRequest(ABC):
         message is requested, or until `done`. Messages from different ranks may be read alternately.
         """
 
-    @abstractmethod
     def into(self, target: Tensor) -> None:
         """Copy the whole message into a contiguous uint8 tensor of ``nbytes`` elements; includes `done`.
 
         Must not be combined with `piece`.
         """
+        for index in range(self.pieces):
+            piece = self.piece(index)
+            target[index * PIECE : index * PIECE + piece.numel()].copy_(piece)
+        self.done()
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces."""
+        return -(-self.nbytes // PIECE)
 
     @abstractmethod
     def done(self) -> None:

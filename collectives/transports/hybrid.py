@@ -20,7 +20,7 @@ from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 
 
 class HybridTransport(Transport):
-    """Transport of a rank that shares memory with some of the other ranks.
+    """Transport of a rank that shares memory with some of the other ranks; users see "tcp", as between all hosts.
 
     Args:
         local: transport between the ranks of this host.
@@ -49,14 +49,15 @@ class HybridTransport(Transport):
         index = self._local_index.get(source)
         if index is not None:
             return self._local.receive(index)
-        found: list[ReceiveRequest] = []
+        arrived: ReceiveRequest | None = None
 
         def has_arrived() -> bool:
-            found.extend(filter(None, [self._network.poll(source)]))
-            return bool(found)
+            nonlocal arrived
+            arrived = self._network.poll(source)
+            return arrived is not None
 
         self.progress_local_until(has_arrived)
-        return found[0] if found else self._network.receive(source)
+        return arrived or self._network.receive(source)
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
         index = self._local_index.get(source)

@@ -68,8 +68,8 @@ class _AtomicWords:
         return map(self._word, self._addresses)
 
     def __getitem__(self, at: int | slice) -> Any:
-        found = self._addresses[at]
-        return self._word(found) if isinstance(found, int) else _AtomicWords(found, self._memory)
+        selected = self._addresses[at]
+        return self._word(selected) if isinstance(selected, int) else _AtomicWords(selected, self._memory)
 
     def __setitem__(self, at: int, value: int) -> None:
         self._word(self._addresses[at], value)

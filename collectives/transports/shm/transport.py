@@ -166,7 +166,7 @@ class _SendQueue(_Queue):
 
     def __init__(self, transport: SharedMemoryTransport, to: int) -> None:
         super().__init__(transport, to, transport.rank, to)
-        self._is_readable = transport.rank in transport.group.readable[to]
+        self._is_readable = to in transport.group.readers
         self._messages = 0  # number of messages added
         self._staged = 0  # pieces copied into buffers
         self._planned = 0  # pieces of all messages added
@@ -333,14 +333,8 @@ class _StagedReceive(_QueuedReceive):
             queue.transport.wait_for(queue.peer, is_staged)
         return queue.buffers[piece % _BUFFERS][: min(PIECE, self.nbytes - index * PIECE)]
 
-    def into(self, target: Tensor) -> None:
-        for index in range(-(-self.nbytes // PIECE)):
-            piece = self.piece(index)
-            target[index * PIECE : index * PIECE + piece.numel()].copy_(piece)
-        self.done()
-
     def done(self) -> None:
-        self._queue.done(self._location + -(-self.nbytes // PIECE))
+        self._queue.done(self._location + self.pieces)
 
 
 _RECEIVES: dict[int, type[_QueuedReceive]] = {_REMOTE: _RemoteReceive, _STAGED: _StagedReceive}

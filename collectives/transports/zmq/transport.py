@@ -56,7 +56,7 @@ class ZmqTransport(Transport):
     ZeroMQ's I/O thread sends; a large tensor is sent from its own memory and received into its destination.
 
     Args:
-        exchange: all-gather between the ranks; used once.
+        all_gather: between the ranks; called once.
         wait_policy: called while this rank waits.
         address: "ipc" or "tcp://HOST", and ``context``: see `PeerSockets`.
     """
@@ -65,7 +65,7 @@ class ZmqTransport(Transport):
         self,
         rank: int,
         size: int,
-        exchange: BootstrapAllGather,
+        all_gather: BootstrapAllGather,
         wait_policy: WaitPolicy,
         *,
         address: str,
@@ -85,7 +85,7 @@ class ZmqTransport(Transport):
         self.peers = PeerSockets(
             rank,
             size,
-            exchange,
+            all_gather,
             address=address,
             options=options,
             check=lambda missing, _: wait_policy.check(missing),
@@ -285,7 +285,7 @@ class _PieceReceive(ReceiveRequest):
             self._count(self._transport.wait_for(self._source, partial(self._connection.receive_into, piece)))
 
     def done(self) -> None:
-        self._skip_to(-(-self.nbytes // PIECE))
+        self._skip_to(self.pieces)
         self._frame = None
 
     @property
