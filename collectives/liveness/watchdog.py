@@ -160,7 +160,8 @@ class Watchdog:
 
     def _locations(self, ranks: Iterable[int]) -> str:
         """Return the positions of the main threads of ranks on this host."""
-        processes = set(filter(None, map(self._membership.process_here, ranks)))
+        found = [self._membership.process_here(rank) for rank in ranks]
+        processes = {process for process in found if process is not None}
         return places_of_processes(processes) if processes else ""
 
     def _late_ranks(self) -> set[int]:
