@@ -46,7 +46,7 @@ _SEND_POLL_SECONDS = 0.001  # nothing announces that a message has left
 _DROP_SECONDS = 5.0  # for ZeroMQ's I/O thread to drop what a closed socket has not sent; takes well below 1 ms
 _Result = TypeVar("_Result")
 _CHECK_MS = round(WAIT_CHECK_SECONDS * 1000)
-_DONE = zmq.MessageTracker()  # of a message that is copied
+_COPIED = SendRequest()
 
 
 class ZmqTransport(Transport):
@@ -108,7 +108,7 @@ class ZmqTransport(Transport):
             self._copied[to] += len(view)
             if self._copied[to] < _MOST_COPIED:
                 self._send_frame(to, header + view)
-                return _TrackedSend(self, to, _DONE)
+                return _COPIED
             self._copied[to] = 0
             return _TrackedSend(self, to, self._send_frame(to, header + view, track=True))
         self._send_frame(to, header)
