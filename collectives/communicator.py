@@ -178,7 +178,7 @@ class Communicator:
         Returns:
             The tensor that holds the result.
         """
-        if not async_op and self._run_compiled(ALL_REDUCE, tensor, out, op):
+        if not async_op and self.run_small(ALL_REDUCE, tensor, out, op):
             return tensor if out is None else out
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
@@ -224,7 +224,7 @@ class Communicator:
         Returns:
             ``tensor``.
         """
-        if not async_op and self._run_compiled(BROADCAST, tensor, None, root):
+        if not async_op and self.run_small(BROADCAST, tensor, None, root):
             return tensor
         return self._dispatcher.call(
             "broadcast", self._code_of_broadcast(tensor, root), (tensor, root), tensor, async_op
@@ -263,7 +263,7 @@ class Communicator:
         Returns:
             ``out``.
         """
-        if out is not None and not async_op and self._run_compiled(ALL_GATHER, tensor, out):
+        if out is not None and not async_op and self.run_small(ALL_GATHER, tensor, out):
             return out
         check_tensor(tensor)
         result = result_tensor(out, (self.size, *tensor.shape), tensor)
@@ -284,7 +284,7 @@ class Communicator:
         Returns:
             ``out``.
         """
-        if out is not None and not async_op and self._run_compiled(REDUCE_SCATTER, tensor, out, op):
+        if out is not None and not async_op and self.run_small(REDUCE_SCATTER, tensor, out, op):
             return out
         check_rows(tensor, self.size)
         reduction.check(op, tensor.dtype)
@@ -382,7 +382,7 @@ class Communicator:
         """Wait until every rank has called it."""
         if async_op:
             return self._engine.submit("barrier", self._host.barrier, None)
-        if not self._run_compiled(BARRIER, None):
+        if not self.run_small(BARRIER, None):
             self._engine.settle()
             with self._engine.lock.over_several():
                 self._host.barrier()
@@ -461,10 +461,17 @@ class Communicator:
         with self._engine.lock.over_several():
             return self._host.empty(shape, dtype)
 
-    def _run_compiled(
+    def run_small(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: str | int | None = None
     ) -> bool:
-        """Run a collective of plain tensors that fit a slot, if no call is queued; return whether it was run."""
+        """Run a collective of plain tensors that fit a slot, if no call is queued; return whether it was run.
+
+        Args:
+            collective: its number, from `compiled_core`.
+            tensor: tensor, or None for a barrier.
+            out: tensor for the result; None to overwrite ``tensor``.
+            option: op of a reduction, or root.
+        """
         try:
             found = self._call_compiled(collective, tensor, out, option)
         except BaseException as error:  # noqa: BLE001  raised again

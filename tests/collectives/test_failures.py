@@ -74,7 +74,7 @@ def _signal_oneself_midway(number: int) -> None:
     for owner, name in (
         *product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")),
         *((one, "publish_and_wait") for one in (SharedSlotExchange, CompiledSlotExchange)),
-        (Communicator, "_run_compiled"),
+        (Communicator, "run_small"),
     ):
         setattr(owner, name, signalling(getattr(owner, name)))
 
