@@ -64,24 +64,26 @@ class NcclSelection:
 
     def run(self, calls: Sequence[Call]) -> None:
         """Run calls of a collective after all earlier ones; with NCCL, several agree once and launch one group."""
-        if has_modes():
-            with leave_modes():
-                self.run(calls)
-            return
         self._engine.wait_for_pending()
         self._engine.lock.acquire()
+        modes = leave_modes() if has_modes() else None
         try:
+            if modes is not None:
+                modes.__enter__()
             is_group = len(calls) > 1 and all(is_known(call.first) for call in calls)
             if is_group and (nccl := self.choose(calls[0].code, *(call.first for call in calls))) is not None:
                 self._launch(nccl, calls)
                 return
             for call in calls:
-                nccl = None if is_group else self.choose(call.code, call.first)
+                is_plain = is_group or (self.nccl is None and not call.first.is_cuda)
+                nccl = None if is_plain else self.choose(call.code, call.first)
                 if nccl is None:
                     self._host.run(call)
                 else:
                     self._launch(nccl, [call])
         finally:
+            if modes is not None:
+                modes.__exit__(None, None, None)
             self._engine.lock.release()
 
     def choose(self, code: int, *tensors: Tensor) -> NcclCommunicator | None:
