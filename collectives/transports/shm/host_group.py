@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import msgpack
 import torch
 
-from gangline.collectives.compiled_core import has_collectives
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.cpu_quota import are_enough, cpu_quotas
@@ -34,8 +33,6 @@ class HostGroup:
     """Ranks that can read this process's memory (`cma.read`)."""
     has_cores: bool
     """True if the cores that ranks may run on, and their CPU quotas, leave each rank a core of its own."""
-    is_compiled: bool
-    """True if all ranks have the collectives of `gangline._core`."""
     _taken: int = 0  # bytes
 
     @property
@@ -98,7 +95,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, all_gather: 
             for member, (_, process, address, known, *_) in zip(members, offers, strict=True)
             if member != rank and cma.may_read(process, address, known)
         ]
-        gathered = all_gather(msgpack.packb([problem, readable, has_collectives]))
+        gathered = all_gather(msgpack.packb([problem, readable]))
         outcomes = [msgpack.unpackb(packed) for packed in gathered]
     finally:
         if offer is not None:
@@ -114,5 +111,4 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, all_gather: 
         {index for index, member in enumerate(members) if rank in outcomes[member][1]},
         len({number for *_, cores, _ in offers for number in cores}) >= len(members)
         and are_enough([quotas for *_, quotas in offers]),
-        all(is_compiled for *_, is_compiled in outcomes),
     )
