@@ -64,10 +64,6 @@ class Sweep:
     dtype: Annotated[DataType, typer.Option("-d", "--datatype", "--dtype", help="Data type.")] = DataType.float32
     op: Annotated[ReduceOp, typer.Option("-o", "--op", help="Reduction.")] = ReduceOp.sum
     root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast and reduce.", min=0)] = 0
-    registered: Annotated[
-        bool | None,
-        typer.Option("--registered/--ordinary", help="Use gangline's tensors of comm.empty(), or not; default: both."),
-    ] = None
     algo: Annotated[str | None, typer.Option(help="gangline's algorithm, such as ring or ring:8.")] = None
     check: Annotated[int, typer.Option("-c", "--check", help="1: check every element of the results; 0: do not.")] = 1
     peers: Annotated[str, typer.Option(help="Peers to measure beside gangline, with commas: gloo, mpi.")] = ""
@@ -118,7 +114,7 @@ def collective(name: str, sweep: Sweep) -> None:
         write_json(rows, sweep.json)
     if sweep.plot is not None:
         draw(command_line(), rows, sweep.plot)
-    print_ratios(rows, "size", ("ranks", "in_place", "registered"))
+    print_ratios(rows, "size", ("ranks", "in_place"))
 
 
 def measure(
@@ -163,21 +159,17 @@ class _Case:
 
     def rows(self, own: RankGroup, others: dict[str, list[RankGroup]]) -> list[Row]:
         """Prepare all sides, measure them in turn, and free their memory."""
-        kinds = (False, True) if self.sweep.registered is None else (self.sweep.registered,)
-        sides = [self._prepared("gangline", own, registered) for registered in kinds]
-        sides += fastest(list(others), others, self._prepared)
+        sides = [self._prepared("gangline", own), *fastest(list(others), others, self._prepared)]
         seconds = in_turn({side: side.seconds for side in sides}, self.sweep.runs)
         rows = [self._row(side, seconds) for side in sides]
         for group in {own, *(group for groups in others.values() for group in groups)}:
             group.release()
         return rows
 
-    def _prepared(self, who: str, group: RankGroup, registered: bool = False) -> Side:
-        name = "registered" if registered else "ordinary"
-        options = {**self.options, "registered": registered}
-        group.prepare(options, name)
-        steps = self.sweep.iters or group.steps_in(_RUN_SECONDS, name)
-        return Side(who, group, options, name, steps, self.sweep.warmup_iters)
+    def _prepared(self, who: str, group: RankGroup) -> Side:
+        group.prepare(self.options, self.collective)
+        steps = self.sweep.iters or group.steps_in(_RUN_SECONDS, self.collective)
+        return Side(who, group, self.options, self.collective, steps, self.sweep.warmup_iters)
 
     def _row(self, side: Side, seconds: Mapping[Side, Sequence[float]]) -> Row:
         sweep, options = self.sweep, self.options
@@ -197,7 +189,6 @@ class _Case:
             "redop": sweep.op if self.collective in REDUCING else None,
             "root": sweep.root if self.collective in ROOTED else None,
             "in_place": options["in_place"],
-            "registered": side.options["registered"],
             "algorithm": options["algorithm"] if side.who == "gangline" else None,
             "time_us": figures["p50"],
             "algbw_gbs": algbw,
@@ -227,8 +218,6 @@ def _head(collective: str, sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
     yield f"# {collective}: {', '.join(words)}"
     for who, setting in {each["who"]: each["setting"] for each in rows if each["who"] != "gangline"}.items():
         yield f"# {_short(who)}: {', '.join(filter(None, [who, setting]))}"
-    if any(each["registered"] for each in rows):
-        yield "# registered: gangline with tensors of comm.empty()"
     yield "#             out-of-place               in-place"
     yield "#    size        time  algbw  busbw        time  algbw  busbw #wrong"
     yield "#                (us) (GB/s) (GB/s)        (us) (GB/s) (GB/s)"
@@ -236,14 +225,14 @@ def _head(collective: str, sweep: Sweep, rows: Sequence[Row]) -> Iterator[str]:
 
 def _lines(rows: Sequence[Row], settings: Mapping[str, str | None]) -> Iterator[str]:
     """Yield a line for each side of one size; show a setting if it is not the side's first."""
-    sides: dict[tuple[str, bool], list[Row]] = {}
+    sides: dict[str, list[Row]] = {}
     for row in rows:
-        sides.setdefault((row["who"], row["registered"]), []).append(row)
-    for (who, registered), of_side in sides.items():
+        sides.setdefault(row["who"], []).append(row)
+    for who, of_side in sides.items():
         out, inside = (next((row for row in of_side if row["in_place"] is place), None) for place in (False, True))
         wrong = [row["wrong"] for row in of_side if row["wrong"] is not None]
         setting = of_side[0]["setting"] if of_side[0]["setting"] != settings[who] else None
-        name = " ".join(filter(None, ["registered" if registered else _short(who), setting]))
+        name = " ".join(filter(None, [_short(who), setting]))
         counted = str(sum(wrong)) if wrong else "N/A"
         yield f"{format_size(of_side[0]['size']):>9} {_figures(out)} {_figures(inside)} {counted:>6} {name}"
 
@@ -264,7 +253,7 @@ def _closing(rows: Sequence[Row]) -> Iterator[str]:
         yield f"# Out of bounds values : {sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}"
     sides: dict[str, list[float]] = {}
     for row in rows:
-        sides.setdefault("registered" if row["registered"] else _short(row["who"]), []).append(row["busbw_gbs"])
+        sides.setdefault(_short(row["who"]), []).append(row["busbw_gbs"])
     for name, of_side in sides.items():
         yield f"# Avg bus bandwidth    : {sum(of_side) / len(of_side):.6g} ({name})"
 
@@ -281,6 +270,6 @@ def draw(title: str, rows: Sequence[Row], path: Path) -> None:
         rows,
         path,
         panels=lambda row: f"{row['ranks']} ranks, {'in place' if row['in_place'] else 'out of place'}",
-        curves=lambda row: f"{row['who']}, registered" if row["registered"] else str(row["who"]),
+        curves=lambda row: str(row["who"]),
         figures=("time_us", "busbw_gbs"),
     )

@@ -103,7 +103,6 @@ def _measured(groups: Sequence[DeviceGroup], count: int, size: int, runs: int, r
                 "dtype": "float32",
                 "redop": "sum" if collective == "all_reduce" else "none",
                 "in_place": True,
-                "registered": False,
                 "time_us": 1e6 * median,
                 "algbw_gbs": size / median / 1e9,
                 "busbw_gbs": size / median / 1e9 * bus,

@@ -34,7 +34,6 @@ def tensor_options(collective: str, ranks: int, count: int, **options: Any) -> d
         "op": "sum",
         "root": 0,
         "in_place": collective in IN_PLACE,
-        "registered": False,
         "algorithm": None,
         "collective": collective,
         "count": count,

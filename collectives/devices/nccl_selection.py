@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import msgpack
 import torch
@@ -26,6 +25,8 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import DTYPES as NCCL_DTYPES
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
 from gangline.collectives.devices.nccl_communicator import NcclCommunicator
+from gangline.collectives.eager import has_modes, leave_modes
+from gangline.collectives.engine.arguments import Call
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import NCCL_CALL_SECONDS
@@ -61,6 +62,30 @@ class NcclSelection:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
+    def run(self, calls: Sequence[Call]) -> None:
+        """Run calls of a collective after all earlier ones; with NCCL, several agree once and launch one group."""
+        self._engine.wait_for_pending()
+        self._engine.lock.acquire()
+        modes = leave_modes() if has_modes() else None
+        try:
+            if modes is not None:
+                modes.__enter__()
+            is_group = len(calls) > 1 and all(is_known(call.first) for call in calls)
+            if is_group and (nccl := self.choose(calls[0].code, *(call.first for call in calls))) is not None:
+                self._launch(nccl, calls)
+                return
+            for call in calls:
+                is_plain = is_group or (self.nccl is None and not call.first.is_cuda)
+                nccl = None if is_plain else self.choose(call.code, call.first)
+                if nccl is None:
+                    self._host.run(call)
+                else:
+                    self._launch(nccl, [call])
+        finally:
+            if modes is not None:
+                modes.__exit__(None, None, None)
+            self._engine.lock.release()
+
     def choose(self, code: int, *tensors: Tensor) -> NcclCommunicator | None:
         """Return NCCL's communicator if a call uses NCCL, or None if it goes through host memory.
 
@@ -86,9 +111,7 @@ class NcclSelection:
                 return None
         if self._has_agreed:
             return self.nccl
-        flags = torch.empty(self._engine.resources.size, dtype=torch.bool, device="cpu")
-        self._host.all_gather(code, torch.tensor([self._all_here(tensors)], device="cpu"), flags)
-        return self.nccl if flags.all() else None
+        return self.nccl if all(self._host.gather_flags(code, self._all_here(tensors))) else None
 
     def _all_here(self, tensors: Sequence[Tensor]) -> bool:
         is_alone = len(tensors) == 1  # a tensor that is not contiguous is copied before its call, and not in a group
@@ -107,24 +130,18 @@ class NcclSelection:
         finally:
             self._has_agreed = False
 
-    def run(self, nccl: NcclCommunicator, name: str, code: int, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Start one call of a collective, or several together, with NCCL on the current stream of this rank's GPU.
-
-        Args:
-            nccl: the communicator that `choose` returned.
-            name: name of a method of `NcclCommunicator`.
-            code: `CallSignature.code`.
-            calls: arguments of the method, for each call.
-        """
+    def _launch(self, nccl: NcclCommunicator, calls: Sequence[Call]) -> None:
+        """Start one call of a collective, or several together, with NCCL on the current stream of this rank's GPU."""
+        code = calls[0].code
         try:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{name} was called while a CUDA graph is captured, but ranks agree on each call on the host; "
-                    "expected collectives outside of the graph"
+                    f"{calls[0].rule.name} was called while a CUDA graph is captured, but ranks agree on each call on "
+                    "the host; expected collectives outside of the graph"
                 )
             with self._calling:
                 self._engine.check_open()  # an abort in another thread has ended the binding
-                nccl.launch(name, calls)
+                nccl.launch(calls)
             self._watch_call(code)
         except BaseException as error:  # noqa: BLE001  raised again
             if isinstance(error, Exception):
@@ -221,7 +238,7 @@ class NcclSelection:
             except BaseException as error:  # noqa: BLE001  raised again
                 raise engine.failed(error, code) from None
             if not is_agreed:  # else the next call of this number is an exchange, and ranks may be waiting in it
-                resources.membership.poll(number, code)
+                resources.membership.announce_and_read(number, code)
             return is_agreed
 
     def _wait_for_proposals(self, number: int, flag: int, code: int) -> bool:
@@ -233,7 +250,7 @@ class NcclSelection:
 
         def is_decided() -> bool:
             nonlocal passed, missing
-            resources.membership.poll(number + flag, code)
+            resources.membership.announce_and_read(number + flag, code)
             at = {rank: resources.membership.at.get(rank, (0, 0))[0] for rank in others}
             passed = {rank for rank in others if self._is_ordinary(rank, at[rank], number)}
             missing = [rank for rank in others if rank not in passed and at[rank] < number + flag]

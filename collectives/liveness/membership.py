@@ -45,14 +45,14 @@ _ERRORS = {kind.__name__: kind for kind in (GanglineError, DeadNodeError, StallE
 _TEXT_LIMIT = 32_000  # characters of an error's text that are sent to other ranks
 _MOST_REFUSALS = 1024
 _LEAST_ANNOUNCEMENTS = 8
-"""Ranks that a poll tells at most, in groups of up to 128."""
-_POLLS_TO_ANNOUNCE = 16
-"""Polls after which all ranks of a larger group are told: far fewer than there are in MISMATCH_REPORT_SECONDS."""
+"""Ranks that one `Membership.announce_and_read` tells at most, in groups of up to 128."""
+_READS_TO_ANNOUNCE = 16
+"""Calls of it after which all ranks of a larger group are told: far fewer than there are in MISMATCH_REPORT_SECONDS."""
 _MESSAGE_LIMIT = 1 << 18  # bytes; a character may take four
 
 
 class Membership(ABC):
-    """One rank's knowledge of all ranks, updated by `poll`."""
+    """One rank's knowledge of all ranks, updated by `announce_and_read`."""
 
     label: str = ""
     """Name of the group within the job; "" for the group of all processes."""
@@ -70,13 +70,13 @@ class Membership(ABC):
         """The first error that another rank reported, or the error that this rank aborted with."""
 
     @abstractmethod
-    def poll(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:
+    def announce_and_read(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:
         """Announce the call that this rank waits in, if it is new, and read the other ranks' messages. Never blocks.
 
         Args:
             sequence: number of the call on its communicator; 0 for a point-to-point message, which is not announced.
             code: `CallSignature.code`.
-            missing: ranks that this rank waits for. They are told first, and further polls tell the others, a few each:
+            missing: ranks that this rank waits for. They are told first, and further calls tell the others, a few each:
                 if all ranks told all others at once, a call in which one of 128 ranks is late would cost 16,256
                 messages. None: tell all ranks now.
         """
@@ -156,7 +156,7 @@ class GroupMembership(Membership):
         label = f"{self.label}/{number}.{min(members)}"
         return GroupMembership(self.connections, [processes[member] for member in members], label)
 
-    def poll(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:  # noqa: D102
+    def announce_and_read(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:  # noqa: D102
         with self.connections.lock:
             if self.label not in self.connections.groups:
                 return
@@ -213,7 +213,7 @@ class GroupMembership(Membership):
             if self._announced.get(process) != call and connection.down_since is None
         ]
         if missing is not None:
-            most = max(_LEAST_ANNOUNCEMENTS, math.ceil(self.size / _POLLS_TO_ANNOUNCE))
+            most = max(_LEAST_ANNOUNCEMENTS, math.ceil(self.size / _READS_TO_ANNOUNCE))
             untold.sort(key=lambda one: self._urgency(self.numbers[one[0]], missing))
             untold = untold[:most]
         packed = self.packed(["at", *call]) if untold else b""
@@ -230,9 +230,9 @@ class ProcessMembership(GroupMembership):
     """Membership of all processes; opens the connections. Arguments and errors are those of `PeerConnections`."""
 
     def __init__(
-        self, rank: int, size: int, exchange: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
+        self, rank: int, size: int, all_gather: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
     ) -> None:
-        connections = PeerConnections(rank, size, exchange, heartbeat=heartbeat, limit=limit, address=address)
+        connections = PeerConnections(rank, size, all_gather, heartbeat=heartbeat, limit=limit, address=address)
         super().__init__(connections, range(size), "")
 
 
@@ -251,14 +251,14 @@ class PeerConnections:
     A connection ends when no group of its two processes is open on both sides.
 
     Args:
-        exchange: all-gather between the ranks; used once.
+        all_gather: between the ranks; called once.
         heartbeat: seconds between two heartbeats; at most half of ``limit`` is used.
         limit: seconds of silence that are allowed; see above.
         address: "ipc" or "tcp://HOST", see `PeerSockets`.
     """
 
     def __init__(
-        self, rank: int, size: int, exchange: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
+        self, rank: int, size: int, all_gather: BootstrapAllGather, *, heartbeat: float, limit: float, address: str
     ) -> None:
         self.rank = rank
         self.lock = threading.RLock()
@@ -278,7 +278,7 @@ class PeerConnections:
         self.next_state_check = 0.0
         identity = msgpack.packb(this_process())
         self.peers = PeerSockets(
-            rank, size, exchange, address=address, options=options, payload=identity, check=_check_alive
+            rank, size, all_gather, address=address, options=options, payload=identity, check=_check_alive
         )
         self._processes = [_read_process(peer, packed) for peer, packed in enumerate(self.peers.payloads)]
         self._shared: dict[int, set[str]] = {}  # peer -> labels of the groups that are open on both sides
@@ -465,7 +465,7 @@ class ThreadMembership(Membership):
         group.extend(cls(rank, size, group, lock) for rank in range(size))
         return group
 
-    def poll(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:  # noqa: ARG002, D102
+    def announce_and_read(self, sequence: int, code: int, missing: Collection[int] | None = None) -> None:  # noqa: ARG002, D102
         call = (sequence, code)
         if sequence and self.at.get(self.rank) != call:
             with self._lock:

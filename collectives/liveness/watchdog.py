@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from gangline.collectives import hooks
 from gangline.collectives.call_signature import CallSignature
+from gangline.collectives.compiled_core import CALLS_PER_POLL
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
 from gangline.collectives.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
 from gangline.collectives.liveness.membership import CLOSED, PROPOSALS, Membership
@@ -15,8 +16,6 @@ from gangline.collectives.liveness.status_socket import Wait
 
 _log = logging.getLogger("gangline")
 
-CALLS_PER_POLL = 256
-"""Number of calls after which a rank that never waits reads announcements, which would fill its memory."""
 _WAITING_SECONDS = 0.5
 """Maximum time between two checks of a waiting thread."""
 
@@ -52,7 +51,7 @@ class Watchdog:
         if sequence and sequence == self._sequence:
             return
         if sequence and not sequence % CALLS_PER_POLL:
-            self._membership.poll(0, code)
+            self._membership.announce_and_read(0, code)
         self._sequence = sequence
         self.code = code
         self._since = 0.0  # time at which the call first had to wait; 0: not yet
@@ -78,7 +77,7 @@ class Watchdog:
         membership = self._membership
         # During a point-to-point message, the collective that this rank's other watchdog may wait in stays announced.
         own = (self._sequence, self.code) if self._sequence else membership.at.get(membership.rank, (0, self.code))
-        membership.poll(*own, needed)
+        membership.announce_and_read(*own, needed)
         if membership.failure is not None:
             raise type(membership.failure)(*membership.failure.args)
         if membership.refusals and self._sequence:
@@ -131,8 +130,8 @@ class Watchdog:
         if all(code == self.code for _, code in same_number.values()):
             return
         self._mismatch_since = self._mismatch_since or now
-        elsewhere = len(at) - len(same_number) + len(self._membership.gone.keys() - at.keys())
-        all_known = len(same_number) + elsewhere >= self._membership.size
+        in_other_calls = len(at) - len(same_number) + len(self._membership.gone.keys() - at.keys())
+        all_known = len(same_number) + in_other_calls >= self._membership.size
         if all_known or now - self._mismatch_since >= MISMATCH_REPORT_SECONDS:
             self._raise(mismatch({**same_number, self._membership.rank: (self._sequence, self.code)}))
 

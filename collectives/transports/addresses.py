@@ -66,8 +66,8 @@ def resolved(host: str) -> str:
     Raises:
         OSError: if the name is unknown.
     """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(addresses, key=lambda address: address[0] != socket.AF_INET)[4][0])
 
 
 def reachable_address(environment: Mapping[str, str] = os.environ) -> str:
@@ -110,11 +110,11 @@ def interface_address(wanted: str, option: str) -> tuple[str, str]:
     Raises:
         ValueError: if no interface fits; the message lists them.
     """
-    found = _addresses_here()
-    for address, name in found:
+    addresses = _addresses_here()
+    for address, name in addresses:
         if name == wanted or _is_within(address, wanted):
             return address, name
-    there = ", ".join(f"{name} ({address})" for address, name in found)
+    there = ", ".join(f"{name} ({address})" for address, name in addresses)
     raise ValueError(f"{option} {wanted} is not on this host; there are {there}")
 
 

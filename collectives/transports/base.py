@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from gangline.collectives.limits import PROGRESS_POLL_SECONDS, WAIT_CHECK_SECONDS
@@ -69,35 +68,34 @@ def wait_until(ready: Callable[[], bool], pause: Callable[[float], object], chec
 
 
 @contextmanager
-def within(exchange: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
+def within(all_gather: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
     """Yield the all-gather of this rank's group; each group may call it any number of times.
 
     Collective over all ranks, not only the group: leaving the context blocks until all groups have left it.
 
     Args:
-        exchange: all-gather of all ranks.
+        all_gather: that of all ranks.
         members: ranks of the group: rank i of the group is rank ``members[i]`` of all.
     """
 
-    def group_exchange(data: bytes) -> list[bytes]:
-        gathered = exchange(_CONTINUE + data)
+    def group_all_gather(data: bytes) -> list[bytes]:
+        gathered = all_gather(_CONTINUE + data)
         return [gathered[rank][len(_CONTINUE) :] for rank in members]
 
     try:
-        yield group_exchange
+        yield group_all_gather
     finally:
-        while any(status != _DONE for status in exchange(_DONE)):
+        while any(status != _DONE for status in all_gather(_DONE)):
             pass
 
 
-class SendRequest(ABC):
-    """Handle of one outgoing message."""
+class SendRequest:
+    """Handle of one outgoing message; this class itself is that of a message that has been copied."""
 
-    @abstractmethod
     def is_done(self) -> bool:
         """Return whether the sent memory may be written again. Never blocks."""
+        return True
 
-    @abstractmethod
     def wait(self) -> None:
         """Block until `is_done`, while other outgoing messages progress.
 
@@ -123,12 +121,20 @@ class ReceiveRequest(ABC):
         message is requested, or until `done`. Messages from different ranks may be read alternately.
         """
 
-    @abstractmethod
     def into(self, target: Tensor) -> None:
         """Copy the whole message into a contiguous uint8 tensor of ``nbytes`` elements; includes `done`.
 
         Must not be combined with `piece`.
         """
+        for index in range(self.pieces):
+            piece = self.piece(index)
+            target[index * PIECE : index * PIECE + piece.numel()].copy_(piece)
+        self.done()
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces."""
+        return -(-self.nbytes // PIECE)
 
     @abstractmethod
     def done(self) -> None:
@@ -187,18 +193,6 @@ class Transport(ABC):
 
     def wake(self) -> None:  # noqa: B027  for transports whose waiters sleep longer
         """End the sleep of a `waiter`."""
-
-    @torch.inference_mode(mode=False)
-    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: ARG002  for transports that share memory
-        """Return an uninitialised uint8 tensor, in memory that other ranks can read if the medium has such memory.
-
-        Collective: all ranks must call it.
-        """
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def is_registered(self, data: Tensor) -> bool:  # noqa: ARG002  for transports that share memory
-        """Return whether a 1-d tensor is in memory of `empty` that other ranks read without a copy."""
-        return False
 
     @abstractmethod
     def withdraw(self) -> None:

@@ -9,20 +9,18 @@ from torch import Tensor
 
 from gangline.collectives.limits import FUTEX_SLEEP_SECONDS, PROGRESS_POLL_SECONDS
 from gangline.collectives.transports.base import (
-    BootstrapAllGather,
     MessageTag,
     ReceiveRequest,
     SendRequest,
     Transport,
     WaitPolicy,
     wait_until,
-    within,
 )
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 
 
 class HybridTransport(Transport):
-    """Transport of a rank that shares memory with some of the other ranks.
+    """Transport of a rank that shares memory with some of the other ranks; users see "tcp", as between all hosts.
 
     Args:
         local: transport between the ranks of this host.
@@ -51,14 +49,15 @@ class HybridTransport(Transport):
         index = self._local_index.get(source)
         if index is not None:
             return self._local.receive(index)
-        found: list[ReceiveRequest] = []
+        arrived: ReceiveRequest | None = None
 
         def has_arrived() -> bool:
-            found.extend(filter(None, [self._network.poll(source)]))
-            return bool(found)
+            nonlocal arrived
+            arrived = self._network.poll(source)
+            return arrived is not None
 
         self.progress_local_until(has_arrived)
-        return found[0] if found else self._network.receive(source)
+        return arrived or self._network.receive(source)
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
         index = self._local_index.get(source)
@@ -83,10 +82,6 @@ class HybridTransport(Transport):
     def wake(self) -> None:  # noqa: D102
         self._local.wake()
         self._network.wake()
-
-    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:  # noqa: D102
-        with within(exchange, list(self._local_index)) as local_exchange:
-            return self._local.empty(nbytes, local_exchange)
 
     def progress_local_until(self, ready: Callable[[], bool]) -> None:
         """Advance messages to ranks of this host until ``ready()`` or until all are out.

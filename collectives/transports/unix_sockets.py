@@ -89,14 +89,10 @@ class Server:
     def close(self) -> None:
         """Accept no more connections; the name is free again."""
         self._is_closed = True
-        with suppress(OSError):  # closed by `leave_to_parent`
+        with suppress(OSError):  # closed at a fork
             self._listener.shutdown(socket.SHUT_RDWR)  # ends accept(), which would keep the name
         if self._thread is not threading.current_thread():
             self._thread.join()
-        self._listener.close()
-
-    def leave_to_parent(self) -> None:
-        """Close the listener in a forked process, where it would keep the name in use after the parent's end."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -119,12 +115,13 @@ class Server:
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
-def _leave_all_to_parent() -> None:
+def _close_in_child() -> None:
+    """Close the listeners in a forked process, where they would keep the names in use after the parent's end."""
     for server in list(_servers):
-        server.leave_to_parent()
+        server._listener.close()
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def free_port(purpose: str) -> int:

@@ -80,8 +80,7 @@ class AllReduceStore(LocalStore):
     there, every later call raises the same error on all workers.
 
     Every worker holds the weights, the optimizer's state (with ``shard="optimizer"`` a part of it) and the gradients of
-    its buckets; those on the host are in memory that the workers of a host share. Compression residuals stay with the
-    worker.
+    its buckets. Compression residuals stay with the worker.
     """
 
     _serves_one_process = False
@@ -201,11 +200,7 @@ class AllReduceStore(LocalStore):
             with nesting():
                 make_flat(bucket, flat)
             made = self._flats[bucket]
-            if made.stored.is_cpu:
-                with self._workers.communicator() as communicator:  # reduced without a copy
-                    made.sum = communicator.empty(bucket.numel, bucket.dtype).zero_()
-            else:
-                made.sum = bucket.empty(made.stored.device)
+            made.sum = bucket.empty(made.stored.device)
             self._fused.append(bucket)
 
         self._start("fuse", fuse, bucket.keys, (), 0, False)

@@ -25,7 +25,7 @@ from tests.scripted_faults import parse
 SPREAD = {"who", "p50", "p99", "max", "runs"}
 KVSTORE = SPREAD | {"contexts", "store", "seconds", "gb_per_s_per_device", "error"}
 TRAINING = SPREAD | {"contexts", "network", "batch_size", "samples_per_s", "efficiency"}
-DEVICE_GROUP = SPREAD | {"collective", "transport", "size", "count", "dtype", "redop", "in_place", "registered"}
+DEVICE_GROUP = SPREAD | {"collective", "transport", "size", "count", "dtype", "redop", "in_place"}
 DEVICE_GROUP |= {"time_us", "algbw_gbs", "busbw_gbs", "wrong", "contexts", "memory_gbs", "ratio_to_copy"}
 WORKERS = (TRAINING | {"workers"}) - {"contexts"}
 TRANSFER = WORKERS | {"store", "learning_rate", "seconds", "accuracy"}

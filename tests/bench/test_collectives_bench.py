@@ -29,7 +29,7 @@ from gangline.cli.bench import bench
 from tests.bench.test_benches import rows_of
 
 ROW = {
-    *("who", "collective", "transport", "ranks", "size", "count", "dtype", "redop", "in_place", "registered"),
+    *("who", "collective", "transport", "ranks", "size", "count", "dtype", "redop", "in_place"),
     *("time_us", "algbw_gbs", "busbw_gbs", "wrong", "p50", "p99", "max", "runs"),
 }
 ALONE = """
@@ -112,10 +112,9 @@ def test_bus_bandwidth_is_nccl_tests() -> None:
 def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> None:
     words = ("all_reduce", "-b", "8", "-e", "1K", "-f", "128", "-n", "3", "-w", "1", "--runs", "2", "--peers", "gloo")
     rows, printed = rows_of(tmp_path / "rows.json", *words)
-    who = ["gangline", "gangline", f"gloo, torch {__import__('torch').__version__.partition('+')[0]}"]
+    who = ["gangline", f"gloo, torch {__import__('torch').__version__.partition('+')[0]}"]
     assert [row["who"] for row in rows] == who * 4
-    assert [(row["size"], row["in_place"]) for row in rows[::3]] == [(8, False), (8, True), (1024, False), (1024, True)]
-    assert [row["registered"] for row in rows] == [False, True, False] * 4
+    assert [(row["size"], row["in_place"]) for row in rows[::2]] == [(8, False), (8, True), (1024, False), (1024, True)]
     for row in rows:
         assert set(row) >= ROW
         assert (row["wrong"], row["runs"], row["ranks"], row["redop"], row["root"]) == (0, 2, 2, "sum", None)
@@ -125,18 +124,18 @@ def test_all_reduce_gives_rows_as_the_specification_has_them(tmp_path: Path) -> 
         assert ("ratio_to_gloo" in row) == (row["who"] == "gangline")
     lines = printed.splitlines()
     assert "# all_reduce: 2 ranks over shared_memory, float32, sum, 2 runs" in lines
-    assert [line.split()[-1] for line in lines if line.startswith("    1 KiB")] == ["gangline", "registered", "gloo"]
+    assert [line.split()[-1] for line in lines if line.startswith("    1 KiB")] == ["gangline", "gloo"]
     assert "# Out of bounds values : 0 OK" in lines
     assert any(line.startswith("# Avg bus bandwidth    : ") for line in lines)
     ratios = next(number for number, line in enumerate(lines) if line.startswith("# times as fast as gloo"))
-    assert [len(line.split()) for line in lines[ratios + 3 :]] == [6, 6]  # a line a size: four cases
+    assert [len(line.split()) for line in lines[ratios + 2 :]] == [4, 4]  # a line a size: two cases
     assert max(map(len, lines)) <= 80
 
 
 def test_a_peer_that_fails_is_left_out(alone: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = {"gangline": alone, "gloo": replace(alone, env={"NO_OP": "max"})}
     monkeypatch.setattr(installed, "collective_ranks", lambda who, *_: [candidates[who]])
-    words = ["all_reduce", "-b", "8", "-e", "16", "-n", "2", "--runs", "1", "--ordinary", "--op", "max"]
+    words = ["all_reduce", "-b", "8", "-e", "16", "-n", "2", "--runs", "1", "--op", "max"]
     done = CliRunner().invoke(bench, [*words, "--ranks", "1", "--peers", "gloo"], catch_exceptions=False)
     assert done.exit_code == 0
     assert done.output.count("skipping gloo: alone, rank 0 failed: ValueError: no max") == 1
@@ -150,7 +149,7 @@ def test_a_peer_that_fails_is_left_out(alone: Candidate, monkeypatch: pytest.Mon
 def test_every_collective_runs_and_is_right(collective: str, tmp_path: Path) -> None:
     words = (collective, "-b", "4000", "-e", "400000", "-f", "100", "-n", "2", "--runs", "1", "--ranks", "3")
     rows, _ = rows_of(tmp_path / "rows.json", *words, "--root", "1")
-    assert len(rows) == 4 * len(IN_PLACE.get(collective, (False,)))
+    assert len(rows) == 2 * len(IN_PLACE.get(collective, (False,)))
     assert {(row["who"], row["wrong"]) for row in rows} == {("gangline", 0)}
 
 

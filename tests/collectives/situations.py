@@ -82,7 +82,6 @@ EVERY_CALL: tuple[Callable[[Communicator], object], ...] = (
     lambda comm: comm.all_gather(ramp(10, comm.rank), async_op=True),
     lambda comm: comm.barrier(),
     lambda comm: comm.split(0),
-    lambda comm: comm.empty(8),
     lambda comm: comm.send(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
     lambda comm: comm.recv(ramp(10, comm.rank), (comm.rank + 1) % comm.size),
 )

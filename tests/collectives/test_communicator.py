@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -108,14 +107,9 @@ def _groups(comm: Communicator) -> None:
         assert (inner.size, inner.rank) == (1, 0)
         check(inner, Cell("all_gather", 4, torch.int16))
         inner.close()
-    registered = comm.empty(LARGE)  # the parent's, used in the group
-    registered.copy_(values(LARGE, rank, torch.float32))
-    halves.all_reduce(registered)
-    same(registered, combined([values(LARGE, other, torch.float32) for other in ranks], "sum"), "registered")
-    own = halves.empty(LARGE)
-    own.copy_(values(LARGE, rank, torch.float32))
+    own = values(LARGE, rank, torch.float32)
     halves.broadcast(own, halves.size - 1)
-    same(own, values(LARGE, ranks[-1], torch.float32), "registered with the group")
+    same(own, values(LARGE, ranks[-1], torch.float32), "broadcast in the group")
     halves.close()
     check(comm, Cell("all_to_all", 5))
     same_order = comm.split(7)
@@ -124,42 +118,13 @@ def _groups(comm: Communicator) -> None:
     assert comm.split(None) is None
 
 
-# Registered memory
-
-
-def _registered(comm: Communicator) -> None:
-    for shape, dtype in (((3, 5), torch.float64), (4, torch.bool), ((), torch.int32), ((2, 0), torch.float32)):
-        tensor = comm.empty(shape, dtype)
-        assert tensor.shape == torch.empty(shape).shape if shape != 4 else tensor.shape == (4,)
-        assert tensor.dtype == dtype
-        tensor.copy_(values(tensor.numel(), comm.rank, dtype).view(tensor.shape))
-        gathered = comm.all_gather(tensor)
-        want = [values(tensor.numel(), rank, dtype).view(tensor.shape) for rank in range(comm.size)]
-        same(gathered, torch.stack(want), f"{shape}")
-    large = comm.empty(3 * LARGE, torch.int32)
-    for begin, end, step in ((0, 3 * LARGE, 1), (1, LARGE, 1), (LARGE + 3, 3 * LARGE - 5, 1), (0, 3 * LARGE, 3)):
-        large.copy_(values(3 * LARGE, comm.rank, torch.int32))
-        part = large[begin:end:step]
-        comm.all_reduce(part)
-        want_all = [values(3 * LARGE, rank, torch.int32) for rank in range(comm.size)]
-        total = combined(want_all, "sum")
-        own = want_all[comm.rank].clone()
-        own[begin:end:step] = total[begin:end:step]
-        same(large, own, f"elements {begin} to {end} by {step}, and the others as they were")
+# After close
 
 
 def _after_close(comm: Communicator) -> None:
-    _registered(comm)
-    kept = comm.empty((LARGE, 2))
-    kept.copy_(torch.arange(2 * LARGE).view(LARGE, 2))
-    view = kept[5:, 1]
     comm.barrier()
     comm.close()
     comm.close()
-    del kept
-    gc.collect()
-    view += 1  # the memory lives as long as a view of it
-    assert torch.equal(view, torch.arange(11, 2 * LARGE, 2) + 1)
     for later in EVERY_CALL:
         with pytest.raises(GanglineError, match="the communicator is closed"):
             later(comm)
@@ -213,7 +178,6 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     (lambda c: c.send(ones(2), 1, tag=-1), ValueError, r"tag is -1; expected a number from 0 to 2\*\*31 - 1"),
     (lambda c: c.send(ones(2), 1, tag=1.0), TypeError, r"tag is 1\.0; expected an int"),
     (lambda c: c.split("red"), TypeError, r"color is 'red'; expected an int or None"),
-    (lambda c: c.empty(3, torch.uint16), TypeError, r"a tensor of torch\.uint16"),
 ]
 
 
@@ -253,8 +217,6 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
     f"broadcast({LARGE} x float32, root 0)": lambda c: c.broadcast(ones(LARGE), 0),
     f"broadcast({LARGE} x float32, root 1)": lambda c: c.broadcast(ones(LARGE), 1),
     "barrier()": lambda c: c.barrier(),
-    "empty(8 x float32)": lambda c: c.empty(8),
-    "empty(9 x float32)": lambda c: c.empty(9),
 }
 """Calls by the text that names them in errors."""
 
@@ -268,7 +230,6 @@ ODD = {
     "root": ("broadcast(3 x float32, root 0)", "broadcast(3 x float32, root 1)"),
     "root, by a schedule": (f"broadcast({LARGE} x float32, root 0)", f"broadcast({LARGE} x float32, root 1)"),
     "barrier": ("barrier()", f"all_gather({LARGE} x uint8)"),
-    "registered memory": ("empty(8 x float32)", "empty(9 x float32)"),
 }
 """Calls of most ranks and of one."""
 
@@ -313,7 +274,7 @@ def _check_texts(texts: list[str], name: str, odd: int, *, uses_slots: bool) -> 
 @pytest.mark.parametrize("name", ODD)
 def test_ranks_at_different_calls_all_get_the_same_error(name: str) -> None:
     for size, odd in ((2, 1), (3, 0), (4, 2)):
-        _check_texts(in_threads(size, _disagree, name, odd), name, odd, uses_slots=True)
+        _check_texts(in_threads(size, _disagree, name, odd), name, odd, uses_slots=False)
 
 
 def _disagree_in_all_ways(comm: Communicator, transport: str) -> dict[str, str]:

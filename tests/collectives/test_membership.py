@@ -69,7 +69,7 @@ def open_membership(rank: Rank, address: str, limit: float = LIMIT) -> ProcessMe
 
 def until(condition: Callable[[], Any], membership: ProcessMembership, sequence: int = 1, code: int = SUM) -> None:
     while not condition():
-        membership.poll(sequence, code)
+        membership.announce_and_read(sequence, code)
         os.sched_yield()
 
 
@@ -120,7 +120,7 @@ def _wait_for_the_last(rank: Rank) -> None:
     membership = open_membership(rank, "ipc")
     told = []
     for _ in range(3):
-        membership.poll(1, SUM, {rank.size - 1})
+        membership.announce_and_read(1, SUM, {rank.size - 1})
         told.append(len(membership._announced))
         is_last_told = rank.size - 1 in membership._announced or rank.rank == rank.size - 1
         assert is_last_told
@@ -301,7 +301,7 @@ def _poll_without_descriptors(rank: Rank) -> None:
     with full_descriptor_table():
         membership.connections.next_state_check = 0.0
         try:
-            membership.poll(1, SUM)
+            membership.announce_and_read(1, SUM)
             found: Any = membership.gone
         except OSError as error:
             found = str(error)
@@ -432,7 +432,7 @@ def _split_membership(rank: Rank, address: str) -> None:
     rank.tell("ready")
     until(lambda: 1 in again.gone or rank.rank == 1, again, 6)
     while rank.rank == 1:
-        again.poll(6, SUM)  # until it is killed
+        again.announce_and_read(6, SUM)  # until it is killed
     rank.tell(again.gone)
     again.close()
     rank.tell(_holdings() < before)
@@ -547,7 +547,7 @@ def group_at(*calls: tuple[int, int] | None) -> list[ThreadMembership]:
     group = ThreadMembership.group(len(calls))
     for membership, call in zip(group, calls, strict=True):
         if call is not None:
-            membership.poll(*call)
+            membership.announce_and_read(*call)
     return group
 
 
@@ -606,7 +606,7 @@ def test_a_mismatch_waits_a_little_for_ranks_that_have_not_announced_a_call() ->
     group = group_at((5, SUM), (5, FROM_0), None)
     watchdog = watch_of(group[0])
     watchdog.check([1])
-    group[2].poll(6, FROM_0)  # past this call
+    group[2].announce_and_read(6, FROM_0)  # past this call
     with pytest.raises(MismatchError, match=r"rank 0: all_reduce\(.*\); rank 1: broadcast\([^;]*\)$"):
         watchdog.check([1])
     late = group_at((5, SUM), (5, FROM_0), None)

@@ -94,12 +94,6 @@ def full(value: float, count: int = 3) -> Tensor:
 
 
 def _communicator(comm: Communicator, mode: str) -> None:
-    shared: list[Tensor] = []
-
-    def registered() -> None:
-        shared.append(comm.empty(7, torch.float32))
-        assert {MODES[mode](partial(comm.all_reduce, one.fill_(1.0))).sum().item() for one in shared} == {14.0}
-
     for count in COUNTS:
         for collective in (*COLLECTIVES, "all_to_all_uneven", "send_recv"):
             cell = Cell(collective, count, out=outs_of(collective)[0])
@@ -107,8 +101,6 @@ def _communicator(comm: Communicator, mode: str) -> None:
                 inside_then_outside(mode, partial(check, comm, cell))
             for run in (MODES[mode], plainly) if mode != "inference" else ():
                 check(comm, cell, mode, make=lambda *call, run=run: run(partial(grid.call, *call)))  # type: ignore[misc]
-    for _ in range(3):
-        registered()
     inside_then_outside(mode, lambda: comm.split(0).close())  # type: ignore[union-attr]
     inside_then_outside(mode, comm.barrier)
 

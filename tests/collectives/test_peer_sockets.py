@@ -219,14 +219,14 @@ def _fall_behind(rank: Rank) -> None:
     code = CallSignature("barrier").code
     if rank.rank == 1:
         for number in range(1, 5000):
-            membership.poll(number, code)
+            membership.announce_and_read(number, code)
         rank.tell("announced")
         rank.hear()
     rank.tell("ready")
     rank.hear()
     time.sleep(0.3)  # several heartbeats fall due
     while not membership.gone:
-        membership.poll(0, code)
+        membership.announce_and_read(0, code)
     rank.tell([membership.at[1][0], membership.gone])
     membership.close()
     rank.tell("closed")

@@ -6,7 +6,6 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from gangline import Communicator, spawn
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.buckets import plan
-from tests.kvstore.keyed import said, work
+from tests.kvstore.keyed import said
 from tests.kvstore.parameter_server.cases import check
 
 
@@ -120,27 +119,6 @@ def differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing(kv: KVS
 
 def test_three_workers() -> None:
     check("allreduce", 3, 0, [differing_calls_raise_the_same_error_on_all_ranks_and_change_nothing])
-
-
-def _reduces_a_bucket(kv: KVStore) -> bool:
-    """Return whether the sum is in memory that all ranks of the host can reach."""
-    kv.init("a", numbers(0))
-    (bucket,) = plan([("a", numbers(0))], 1 << 20)
-    kv.fuse(bucket)
-    kv.push_bucket(bucket, [flat := torch.ones(bucket.numel, dtype=bucket.dtype)])
-    kv.pull_bucket(bucket, [flat])
-    assert bucket.views(flat)["a"].unique().tolist() == [3]
-    address = kv._flats[bucket].sum.data_ptr()  # type: ignore[attr-defined]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(border, 16) for border in line.split()[0].split("-"))
-        if begin <= address < end:
-            return "memfd" in line
-    return False
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_bucket_is_reduced_in_shared_memory_where_there_is_some(transport: str) -> None:
-    assert work(3, _reduces_a_bucket, transport=transport)[_reduces_a_bucket] == [transport == "auto"] * 3
 
 
 def _failed(comm: Communicator) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,6 @@ import torch
 
 from gangline import Communicator, connect
 from gangline.bench.peers.ranks.gloo import accessors
-
-_PAGE = 4096
 
 
 def join() -> dict[str, Any]:
@@ -30,19 +27,17 @@ def join() -> dict[str, Any]:
 
 
 class _Rank:
-    """A communicator and its registered memory, which is freed with the communicator."""
+    """A communicator, opened anew for each algorithm."""
 
     def __init__(self) -> None:
         self._algorithm: str | None = None
-        self._memory: torch.Tensor | None = None
         self.comm = connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
 
     def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
         """Prepare a ``call``, or allocate tensors for a collective.
 
         Args:
-            options: beside those of any rank ``registered`` (use tensors of ``comm.empty``; registered tensors prepared
-                before must not be used again) and ``algorithm`` (a value for GANGLINE_ALGO; None: use the table).
+            options: beside those of any rank ``algorithm`` (a value for GANGLINE_ALGO; None: use the table).
         """
         if "call" in options:
             split: dict[str, Any] = {"step": lambda: self.comm.split(0), "undo": Communicator.close}
@@ -50,11 +45,8 @@ class _Rank:
             return calls[options["call"]]
         self._select(options["algorithm"])
         dtype = getattr(torch, options["dtype"])
-        counts = [options["inputs"]] if options["in_place"] else [options["inputs"], options["outputs"]]
-        allocate = self._registered if options["registered"] else _ordinary
-        given, *others = allocate(counts, dtype)
-        given.zero_()  # sums in place stay finite, however often they are repeated
-        out = others[0] if others else given
+        given = torch.zeros(options["inputs"], dtype=dtype)  # sums in place stay finite, however often repeated
+        out = given if options["in_place"] else torch.zeros(options["outputs"], dtype=dtype)
         return {"step": _step(self.comm, options, given, out), **accessors(given, out)}
 
     def _select(self, algorithm: str | None) -> None:
@@ -66,22 +58,8 @@ class _Rank:
             os.environ.pop("GANGLINE_ALGO", None)
         else:
             os.environ["GANGLINE_ALGO"] = algorithm
-        self._memory = None
         self.comm.close()
         self.comm = connect(transport=os.environ.get("BENCH_TRANSPORT", "auto"))
-
-    def _registered(self, counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return tensors in registered memory, which is reused and only grows, because it is never freed."""
-        sizes = [-(-count * dtype.itemsize // _PAGE) * _PAGE for count in counts]
-        if self._memory is None or self._memory.numel() < sum(sizes):
-            self._memory = self.comm.empty((sum(sizes),), torch.uint8)
-        ends = itertools.accumulate(sizes)
-        parts = [self._memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return [part[: count * dtype.itemsize].view(dtype) for part, count in zip(parts, counts, strict=True)]
-
-
-def _ordinary(counts: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.zeros(count, dtype=dtype) for count in counts]
 
 
 def _step(comm: Communicator, options: dict[str, Any], given: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:

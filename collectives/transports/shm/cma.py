@@ -39,12 +39,12 @@ def read(process: int, address: int, target: int, nbytes: int) -> None:
 
 def may_read(process: int, address: int, expected: bytes) -> bool:
     """Return whether this process can read another's memory, by reading bytes of known content."""
-    found = ctypes.create_string_buffer(len(expected))
+    content = ctypes.create_string_buffer(len(expected))
     try:
-        read(process, address, ctypes.addressof(found), len(expected))
+        read(process, address, ctypes.addressof(content), len(expected))
     except (OSError, AttributeError):  # AttributeError: a libc without the call
         return False
-    return found.raw == expected
+    return content.raw == expected
 
 
 def allow_reads(processes: Iterable[int]) -> None:

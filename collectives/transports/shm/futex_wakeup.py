@@ -70,7 +70,6 @@ class FutexWakeup:
         self._addresses = [segment.address for segment in segments]
         self._own_asleep = segments[rank].words(_CACHE_LINE, size)
         self._asleep = [segment.words(_CACHE_LINE, size) for segment in segments]
-        self._segments = segments
         self.compiled_group = (_COMPILED_SPINS if group.has_cores else 0, _COMPILED_YIELDS, self._addresses[rank])
         """For `gangline._core`: spins before the first yield, yields, and the address of this rank's futex."""
         self.compiled_peers = [segment.address + _CACHE_LINE + 8 * rank for segment in segments]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgpack
 import torch
 
-from gangline.collectives.compiled_core import has_collectives
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.cpu_quota import are_enough, cpu_quotas
@@ -31,12 +29,10 @@ class HostGroup:
     """Memory of each rank, of equal size."""
     processes: Sequence[int]
     """Process id of each rank."""
-    readable: Sequence[set[int]]
-    """For each rank, the ranks whose process memory it can read (`cma.read`)."""
+    readers: set[int]
+    """Ranks that can read this process's memory (`cma.read`)."""
     has_cores: bool
     """True if the cores that ranks may run on, and their CPU quotas, leave each rank a core of its own."""
-    is_compiled: bool
-    """True if all ranks have the collectives of `gangline._core`."""
     _taken: int = 0  # bytes
 
     @property
@@ -59,22 +55,22 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: BootstrapAllGather) -> HostGroup:
+def open_host_group(rank: int, members: Sequence[int], nbytes: int, all_gather: BootstrapAllGather) -> HostGroup:
     """Share memory between the ranks of this host.
 
-    Collective over the ranks of all hosts: the first exchange offers the memory, the second reports the outcome.
+    Collective over the ranks of all hosts: the first all-gather offers the memory, the second reports the outcome.
 
     Args:
         rank: this rank among the ranks of all hosts.
         members: the ranks of this host among the ranks of all hosts.
         nbytes: size of each rank's segment on this host. Pages that are never used take no memory.
-        exchange: all-gather between the ranks of all hosts; called twice.
+        all_gather: between the ranks of all hosts; called twice.
 
     Raises:
         OSError: on all ranks of all hosts with the same text, if a rank cannot share memory with its host's others.
     """
     content = os.urandom(16)
-    probe = torch.frombuffer(bytearray(content), dtype=torch.uint8)  # read by the others between the exchanges
+    probe = torch.frombuffer(bytearray(content), dtype=torch.uint8)  # read by the others between the all-gathers
     offer, handle, problem = None, b"", ""
     try:
         try:
@@ -85,7 +81,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
         except OSError as error:
             problem = f"rank {rank} cannot offer memory: {error}"
         cores = sorted(os.sched_getaffinity(0))  # mpirun may bind each rank to a different core
-        gathered = exchange(msgpack.packb([handle, os.getpid(), probe.data_ptr(), content, cores, cpu_quotas()]))
+        gathered = all_gather(msgpack.packb([handle, os.getpid(), probe.data_ptr(), content, cores, cpu_quotas()]))
         offers = [msgpack.unpackb(gathered[member]) for member in members]
         segments: list[Segment] = []
         if offer is not None and all(handle for handle, *_ in offers):
@@ -94,8 +90,13 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
                     segments.append(offer.segment if member == rank else open_offered(handle))
             except OSError as error:
                 problem = f"rank {rank} cannot open the memory of rank {members[len(segments)]}: {error}"
-        readable = [index for index, one in enumerate(offers) if members[index] != rank and _is_readable(*one)]
-        outcomes = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable, has_collectives]))]
+        readable = [
+            member
+            for member, (_, process, address, known, *_) in zip(members, offers, strict=True)
+            if member != rank and cma.may_read(process, address, known)
+        ]
+        gathered = all_gather(msgpack.packb([problem, readable]))
+        outcomes = [msgpack.unpackb(packed) for packed in gathered]
     finally:
         if offer is not None:
             offer.close()
@@ -107,12 +108,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
         members,
         segments,
         [process for _, process, *_ in offers],
-        [set(outcomes[member][1]) for member in members],
+        {index for index, member in enumerate(members) if rank in outcomes[member][1]},
         len({number for *_, cores, _ in offers for number in cores}) >= len(members)
         and are_enough([quotas for *_, quotas in offers]),
-        all(is_compiled for *_, is_compiled in outcomes),
     )
-
-
-def _is_readable(_handle: bytes, process: int, address: int, content: bytes, *_: Any) -> bool:
-    return cma.may_read(process, address, content)

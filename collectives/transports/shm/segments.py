@@ -13,8 +13,6 @@ import os
 import platform
 import secrets
 import struct
-import weakref
-from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Protocol, overload
@@ -22,8 +20,7 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
-from gangline.collectives.compiled_core import core, problem
-from gangline.collectives.transports.base import BootstrapAllGather
+from gangline.collectives.compiled_core import core, has_collectives, problem
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034  # Python 3.11's fcntl has no names for them
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -35,6 +32,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+NO_TENSORS = "torch does not describe its tensors to C"
 _KEEPS_ORDER = platform.machine() == "x86_64"
 
 
@@ -54,10 +52,10 @@ class Words(Protocol):
 
 
 def processor_problem() -> str:
-    """Return why processes cannot share memory on this processor; "" if they can."""
-    if _KEEPS_ORDER or core is not None:
+    """Return why processes cannot share memory here; "" if they can."""
+    if has_collectives:
         return ""
-    return f"{platform.machine()} processors may reorder stores, which only gangline._core prevents: {problem}"
+    return f"gangline._core, which shared memory needs, is not used: {problem or NO_TENSORS}"
 
 
 class _AtomicWords:
@@ -71,8 +69,8 @@ class _AtomicWords:
         return map(self._word, self._addresses)
 
     def __getitem__(self, at: int | slice) -> Any:
-        found = self._addresses[at]
-        return self._word(found) if isinstance(found, int) else _AtomicWords(found, self._memory)
+        selected = self._addresses[at]
+        return self._word(selected) if isinstance(selected, int) else _AtomicWords(selected, self._memory)
 
     def __setitem__(self, at: int, value: int) -> None:
         self._word(self._addresses[at], value)
@@ -116,16 +114,6 @@ class Segment:
         """Return a part of the segment, which keeps the whole mapping alive."""
         return Segment(self._mapping, nbytes, self._offset + offset)
 
-    @torch.inference_mode(mode=False)
-    def exported(self, nbytes: int, dead: deque[int], number: int) -> Tensor:
-        """Return the first bytes as a uint8 tensor; ``number`` is appended to ``dead`` once nothing refers to them."""
-        memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
-        memory.mapping = self._mapping  # type: ignore[attr-defined]
-        weakref.finalize(memory, dead.append, number).atexit = False
-        return (
-            torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-
     def bytes(self, offset: int, nbytes: int) -> memoryview:
         """Return bytes as a view."""
         return self._view[offset : offset + nbytes]
@@ -141,42 +129,6 @@ class Segment:
     def tensor(self, offset: int, nbytes: int) -> Tensor:
         """Return bytes as a uint8 tensor; writing to another process's segment crashes this process."""
         return self._tensor[offset : offset + nbytes]
-
-
-def share(rank: int, nbytes: int, exchange: BootstrapAllGather) -> list[Segment]:
-    """Create one segment per rank and return all of them, in rank order.
-
-    Collective: all ranks must call it.
-
-    Args:
-        rank: this rank, whose segment is writable.
-        nbytes: size of this rank's segment, above 0; sizes may differ between ranks.
-        exchange: all-gather between the ranks; called twice.
-
-    Raises:
-        OSError: on all ranks with the same text, if a rank has no memory for a segment, or cannot open another one's.
-    """
-    offer, problem = None, ""
-    segments: list[Segment] = []
-    try:
-        try:
-            offer = Offer(nbytes)
-        except OSError as error:
-            problem = f"rank {rank} cannot offer memory: {error}"
-        handles = exchange(b"" if offer is None else offer.handle)
-        if offer is not None and all(handles):
-            try:
-                for other, handle in enumerate(handles):
-                    segments.append(offer.segment if other == rank else open_offered(handle))
-            except OSError as error:
-                problem = f"rank {rank} cannot open the memory of rank {len(segments)}: {error}"
-        problems = [reported.decode() for reported in exchange(problem.encode()) if reported]
-        if problems:
-            raise OSError(problems[0])
-        return segments
-    finally:
-        if offer is not None:
-            offer.close()
 
 
 class Offer:

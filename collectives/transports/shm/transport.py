@@ -2,7 +2,6 @@
 
 A message is an entry in a queue from one rank to another: its tag and the location of its bytes.
 
-- registered: in memory from `empty`, which every rank has mapped. No copy; the receiver reads in place.
 - remote: anywhere in the sender's memory; the receiver reads it by cross-memory attach. One copy.
 - staged: the sender copies it, piece by piece, into staging buffers that the receiver reads. For small messages, and
   for all messages if the kernel does not let ranks read each other's memory.
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeVar
 
-import msgpack
 import torch
 from torch import Tensor
 
@@ -27,7 +25,6 @@ from gangline.collectives.errors import ProtocolError
 from gangline.collectives.limits import PEER_LOST_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
-    BootstrapAllGather,
     MessageTag,
     ReceiveRequest,
     SendRequest,
@@ -37,17 +34,15 @@ from gangline.collectives.transports.base import (
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.futex_wakeup import FutexWakeup
 from gangline.collectives.transports.shm.host_group import HostGroup, padded
-from gangline.collectives.transports.shm.registered import RegisteredMemory
-from gangline.collectives.transports.shm.segments import Segment, Words, share
 
-_Queue = TypeVar("_Queue")
-_REGISTERED, _REMOTE, _STAGED = 1, 2, 3
+_AnyQueue = TypeVar("_AnyQueue")
+_REMOTE, _STAGED = 1, 2
 _SMALL = 1 << 15  # maximum bytes of a staged message: two system calls cost more than a second copy
 
 # Layout of a segment: per peer, counters (one cache line) and queue entries; then per peer, staging buffers.
 _ENTRIES = 64
-_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, location, offset, unused
-_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _LOCATION, _OFFSET = range(7)
+_WORDS = 8  # of an entry: count, sequence, code, nbytes, kind, location, two unused
+_COUNT, _SEQUENCE, _CODE, _NBYTES, _KIND, _LOCATION = range(6)
 _BUFFERS = 4
 _COUNTERS = 8  # words per peer: messages read, pieces read, pieces staged, unused
 _READ, _PIECES_READ, _PIECES_STAGED = range(3)
@@ -56,10 +51,7 @@ _PEER_BYTES = 8 * (_COUNTERS + _ENTRIES * _WORDS)
 
 @dataclass(eq=False)
 class _Outgoing(SendRequest):
-    """Message that is not posted yet, or whose bytes the receiver still needs.
-
-    ``location`` and ``offset`` are: registration number and offset; address and 0; or first piece and 0.
-    """
+    """Message that is not posted yet, or whose bytes the receiver still needs."""
 
     queue: _SendQueue
     number: int
@@ -67,29 +59,29 @@ class _Outgoing(SendRequest):
     message_tag: MessageTag
     kind: int
     location: int
-    offset: int
-    is_posted: bool = False
+    """Address of a remote message, number of the first piece of a staged one."""
     pieces_left: int = 0
+    is_posted: bool = False
 
     def is_done(self) -> bool:
         if self.kind == _STAGED:
             return self.is_posted and not self.pieces_left
-        return self.queue.receiver_counters[_READ] >= self.number
+        return self.queue.read[_READ] >= self.number
 
     def wait(self) -> None:
         if not self.is_done():
-            self.queue.transport.wait_for(self.queue.to, self.is_done)
+            self.queue.transport.wait_for(self.queue.peer, self.is_done)
 
 
-class _MadeAtUse(dict[int, _Queue]):
-    """Queues by rank, created on use: most ranks of a large group only exchange slots."""
+class _CreatedOnUse(dict[int, _AnyQueue]):
+    """Queues by rank: most ranks of a large group only exchange slots."""
 
-    def __init__(self, make: Callable[[int], _Queue]) -> None:
+    def __init__(self, create: Callable[[int], _AnyQueue]) -> None:
         super().__init__()
-        self._make = make
+        self._create = create
 
-    def __missing__(self, rank: int) -> _Queue:
-        queue = self[rank] = self._make(rank)
+    def __missing__(self, rank: int) -> _AnyQueue:
+        queue = self[rank] = self._create(rank)
         return queue
 
 
@@ -99,28 +91,22 @@ class SharedMemoryTransport(Transport):
     name = "shared_memory"
 
     def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
-        rank, size = self.rank, self.size = group.rank, group.size
+        self.rank, self.size = group.rank, group.size
+        self.group = group
         self.wakeup = FutexWakeup(group, wait_policy)
-        staging = _staging_offset(size)
-        segments = group.take(staging + size * _BUFFERS * PIECE)
-        self._processes, self._members, readable = group.processes, group.members, group.readable
-        self._send_queues = _MadeAtUse(
-            lambda to: _SendQueue(self, segments[rank], segments[to], to, staging, is_readable=rank in readable[to])
-        )
-        self._receive_queues = _MadeAtUse(
-            lambda source: _ReceiveQueue(self, segments[source], segments[rank], source, staging)
-        )
+        self.segments = group.take(_staging_offset(self.size, self.size))
+        self._send_queues = _CreatedOnUse(partial(_SendQueue, self))
+        self._receive_queues = _CreatedOnUse(partial(_ReceiveQueue, self))
         self._backlog: set[int] = set()  # ranks with unfinished entries in their send queues
-        self._registered = RegisteredMemory()
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Return the bytes of shared memory that each of ``size`` ranks needs."""
-        return padded(FutexWakeup.nbytes(size)) + padded(_staging_offset(size) + size * _BUFFERS * PIECE)
+        return padded(FutexWakeup.nbytes(size)) + padded(_staging_offset(size, size))
 
     def send(self, to: int, data: Tensor, message_tag: MessageTag) -> SendRequest:  # noqa: D102
         queue = self._send_queues[to]
-        message = queue.add(data, message_tag, self._registered.find(data) if data.numel() > _SMALL else None)
+        message = queue.add(data, message_tag)
         if queue.progress():
             self._backlog.add(to)
         return message
@@ -129,10 +115,11 @@ class SharedMemoryTransport(Transport):
         queue = self._receive_queues[source]
         if not queue.has_next():
             self.wait_for(source, queue.has_next)
-        return self._receive_request(source)
+        return queue.next()
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
-        return self._receive_request(source) if self._receive_queues[source].has_next() else None
+        queue = self._receive_queues[source]
+        return queue.next() if queue.has_next() else None
 
     def progress(self) -> bool:  # noqa: D102
         if self._backlog:
@@ -149,89 +136,50 @@ class SharedMemoryTransport(Transport):
     def wake(self) -> None:  # noqa: D102
         self.wakeup.wake()
 
-    def empty(self, nbytes: int, exchange: BootstrapAllGather) -> Tensor:
-        """Return an uninitialised uint8 tensor in memory that all ranks have mapped.
-
-        The ranks unmap the memory of freed tensors. Collective: all ranks must call it.
-
-        Raises:
-            OSError: if the ranks cannot share that much memory.
-        """
-        released = self._registered.take_released()
-
-        def exchange_released(blob: bytes) -> list[bytes]:
-            gathered = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([blob, released]))]
-            for rank, (_, numbers) in enumerate(gathered):
-                self._registered.forget(rank, numbers)
-            return [blob for blob, _ in gathered]
-
-        segments = share(self.rank, max(nbytes, 1), exchange_released)
-        return self._registered.add(segments, self.rank, nbytes)
-
-    def is_registered(self, data: Tensor) -> bool:  # noqa: D102
-        return self._registered.find(data.view(torch.uint8)) is not None
-
     def withdraw(self) -> None:  # noqa: D102
         for queue in list(self._send_queues.values()):
             queue.withdraw()
         self._backlog.clear()
 
-    def close(self) -> None:  # noqa: D102
-        self.withdraw()
-        self._registered = RegisteredMemory()
-
-    def _receive_request(self, source: int) -> ReceiveRequest:
-        queue = self._receive_queues[source]
-        entry = queue.next_entry()
-        message_tag, nbytes, kind = MessageTag(entry[_SEQUENCE], entry[_CODE]), entry[_NBYTES], entry[_KIND]
-        if kind == _REGISTERED:
-            view = self._registered.view(entry[_LOCATION], source, entry[_OFFSET], nbytes)
-            return _RegisteredReceive(queue, message_tag, nbytes, view)
-        if kind == _REMOTE:
-            return _RemoteReceive(queue, message_tag, nbytes, self._processes[source], entry[_LOCATION])
-        if kind == _STAGED:
-            return _StagedReceive(queue, message_tag, nbytes, entry[_LOCATION])
-        raise ProtocolError(
-            f"rank {self._members[source]} posted a message of kind {kind}; expected {_REGISTERED} to {_STAGED}"
-        )
+    close = withdraw
 
 
-class _SendQueue:
+class _Queue:
+    """One direction between this rank and a peer; messages and pieces are counted from the first one.
+
+    The sender's segment has the entries, the staging buffers and the number of pieces staged, the receiver's segment
+    the numbers of messages and pieces read.
+    """
+
+    def __init__(self, transport: SharedMemoryTransport, peer: int, sender: int, receiver: int) -> None:
+        self.transport, self.peer = transport, peer
+        own, begin = transport.segments[sender], receiver * _PEER_BYTES
+        self.sent = own.words(begin, _COUNTERS)
+        self.entries = own.words(begin + 8 * _COUNTERS, _ENTRIES * _WORDS)
+        staging = _staging_offset(transport.size, receiver)
+        self.buffers = [own.tensor(staging + index * PIECE, PIECE) for index in range(_BUFFERS)]
+        self.read = transport.segments[receiver].words(sender * _PEER_BYTES, _COUNTERS)
+
+
+class _SendQueue(_Queue):
     """Queue from this rank to another rank."""
 
-    def __init__(
-        self,
-        transport: SharedMemoryTransport,
-        own: Segment,
-        theirs: Segment,
-        to: int,
-        staging: int,
-        *,
-        is_readable: bool,
-    ) -> None:
-        self.transport, self.to = transport, to
-        self._wakeup = transport.wakeup
-        self._is_readable = is_readable
-        self._counters = own.words(to * _PEER_BYTES, _COUNTERS)
-        self._entries = own.words(to * _PEER_BYTES + 8 * _COUNTERS, _ENTRIES * _WORDS)
-        self._buffers = [own.tensor(staging + (to * _BUFFERS + index) * PIECE, PIECE) for index in range(_BUFFERS)]
-        self.receiver_counters = theirs.words(transport.rank * _PEER_BYTES, _COUNTERS)
+    def __init__(self, transport: SharedMemoryTransport, to: int) -> None:
+        super().__init__(transport, to, transport.rank, to)
+        self._is_readable = to in transport.group.readers
         self._messages = 0  # number of messages added
         self._staged = 0  # pieces copied into buffers
         self._planned = 0  # pieces of all messages added
         self._pending: deque[_Outgoing] = deque()  # messages to post, or with pieces to stage
 
-    def add(self, data: Tensor, message_tag: MessageTag, registered: tuple[int, int] | None) -> _Outgoing:
+    def add(self, data: Tensor, message_tag: MessageTag) -> _Outgoing:
         """Append a message; `progress` posts it."""
         self._messages += 1
-        nbytes = data.numel()
-        if registered is not None:
-            message = _Outgoing(self, self._messages, data, message_tag, _REGISTERED, *registered)
-        elif nbytes > _SMALL and self._is_readable:
-            message = _Outgoing(self, self._messages, data, message_tag, _REMOTE, data.data_ptr(), 0)
+        if data.numel() > _SMALL and self._is_readable:
+            message = _Outgoing(self, self._messages, data, message_tag, _REMOTE, data.data_ptr())
         else:
-            pieces = -(-nbytes // PIECE)
-            message = _Outgoing(self, self._messages, data, message_tag, _STAGED, self._planned, 0, pieces_left=pieces)
+            pieces = -(-data.numel() // PIECE)
+            message = _Outgoing(self, self._messages, data, message_tag, _STAGED, self._planned, pieces)
             self._planned += pieces
         self._pending.append(message)
         return message
@@ -242,7 +190,7 @@ class _SendQueue:
         for message in self._pending:
             if message.is_posted:
                 continue
-            if message.number - self.receiver_counters[_READ] > _ENTRIES:
+            if message.number - self.read[_READ] > _ENTRIES:
                 break
             self._post(message)
             changed = True
@@ -255,31 +203,29 @@ class _SendQueue:
                 break
             self._pending.popleft()
         if changed:
-            self._wakeup.notify(self.to)
+            self.transport.wakeup.notify(self.peer)
         return bool(self._pending)
 
     def withdraw(self) -> None:
         """Remove the entries of unfinished messages; a receiver checks its entry again after reading."""
         unstaged = {message.number for message in self._pending}
         self._pending.clear()
-        for number in range(self.receiver_counters[_READ] + 1, self._messages + 1):
+        entries = self.entries
+        for number in range(self.read[_READ] + 1, self._messages + 1):
             begin = (number % _ENTRIES) * _WORDS
-            if self._entries[begin + _COUNT] == number and (
-                self._entries[begin + _KIND] != _STAGED or number in unstaged
-            ):
-                self._entries[begin + _COUNT] = 0
+            if entries[begin + _COUNT] == number and (entries[begin + _KIND] != _STAGED or number in unstaged):
+                entries[begin + _COUNT] = 0
 
     def _has_buffer(self) -> bool:
-        return self._staged - self.receiver_counters[_PIECES_READ] < _BUFFERS
+        return self._staged - self.read[_PIECES_READ] < _BUFFERS
 
     def _post(self, message: _Outgoing) -> None:
         begin = (message.number % _ENTRIES) * _WORDS
-        entries = self._entries
+        entries = self.entries
         entries[begin + _SEQUENCE], entries[begin + _CODE] = message.message_tag
         entries[begin + _NBYTES] = message.data.numel()
         entries[begin + _KIND] = message.kind
         entries[begin + _LOCATION] = message.location
-        entries[begin + _OFFSET] = message.offset
         if message.pieces_left == 1 and self._has_buffer() and self._pending[0] is message:
             self._stage(message)  # before the receiver sees the entry and waits for the piece
         entries[begin + _COUNT] = message.number  # last: a receiver that sees it sees the rest
@@ -288,26 +234,18 @@ class _SendQueue:
     def _stage(self, message: _Outgoing) -> None:
         index = self._staged - message.location
         piece = message.data[index * PIECE : (index + 1) * PIECE]
-        self._buffers[self._staged % _BUFFERS][: piece.numel()].copy_(piece)
+        self.buffers[self._staged % _BUFFERS][: piece.numel()].copy_(piece)
         self._staged += 1
         message.pieces_left -= 1
-        self._counters[_PIECES_STAGED] = self._staged
+        self.sent[_PIECES_STAGED] = self._staged
 
 
-class _ReceiveQueue:
-    """Queue from another rank to this rank. Pieces are counted over all messages."""
+class _ReceiveQueue(_Queue):
+    """Queue from another rank to this rank."""
 
-    def __init__(
-        self, transport: SharedMemoryTransport, theirs: Segment, own: Segment, source: int, staging: int
-    ) -> None:
-        self.transport, self.source = transport, source
-        self._wakeup = transport.wakeup
-        rank = transport.rank
-        self._entries = theirs.words(rank * _PEER_BYTES + 8 * _COUNTERS, _ENTRIES * _WORDS)
-        self._sender_counters = theirs.words(rank * _PEER_BYTES, _COUNTERS)
-        self._counters = own.words(source * _PEER_BYTES, _COUNTERS)
-        self._buffers = [theirs.tensor(staging + (rank * _BUFFERS + index) * PIECE, PIECE) for index in range(_BUFFERS)]
-        self._read = 0
+    def __init__(self, transport: SharedMemoryTransport, source: int) -> None:
+        super().__init__(transport, source, source, transport.rank)
+        self._messages = 0  # number of messages read
 
     @cached_property
     @torch.inference_mode(mode=False)
@@ -317,12 +255,17 @@ class _ReceiveQueue:
 
     def has_next(self) -> bool:
         """Return whether the next message is posted."""
-        number = self._read + 1
-        return self._entries[(number % _ENTRIES) * _WORDS] == number
+        number = self._messages + 1
+        return self.entries[(number % _ENTRIES) * _WORDS] == number
 
-    def next_entry(self) -> Words:
-        begin = ((self._read + 1) % _ENTRIES) * _WORDS
-        return self._entries[begin : begin + _WORDS]
+    def next(self) -> ReceiveRequest:
+        """Return the next message, which is posted."""
+        begin = ((self._messages + 1) % _ENTRIES) * _WORDS
+        entry = self.entries[begin : begin + _WORDS]
+        if (kind := entry[_KIND]) not in _RECEIVES:
+            source, kinds = self.transport.group.members[self.peer], " or ".join(map(str, _RECEIVES))
+            raise ProtocolError(f"rank {source} posted a message of kind {kind}; expected {kinds}")
+        return _RECEIVES[kind](self, MessageTag(entry[_SEQUENCE], entry[_CODE]), entry[_NBYTES], entry[_LOCATION])
 
     def done(self, pieces: int | None = None) -> None:
         """Mark the next message as read, and all pieces before ``pieces``.
@@ -331,57 +274,30 @@ class _ReceiveQueue:
             GanglineError: if the sender has withdrawn the message, whose memory may have changed before it was read.
         """
         if not self.has_next():
-            self._wakeup.wait(self.source, lambda: False)  # the wait policy raises the reason
-        self._read += 1
+            self.transport.wakeup.wait(self.peer, lambda: False)  # the wait policy raises the reason
+        self._messages += 1
         if pieces is not None:
-            self._counters[_PIECES_READ] = pieces
-        self._counters[_READ] = self._read
-        self._wakeup.notify(self.source)
-
-    def is_staged(self, piece: int) -> bool:
-        """Return whether a piece is in its buffer."""
-        return self._sender_counters[_PIECES_STAGED] > piece
-
-    def buffer(self, piece: int) -> Tensor:
-        """Return the staging buffer of a piece."""
-        return self._buffers[piece % _BUFFERS]
+            self.read[_PIECES_READ] = pieces
+        self.read[_READ] = self._messages
+        self.transport.wakeup.notify(self.peer)
 
     def release(self, pieces: int) -> None:
         """Mark all pieces before ``pieces`` as read."""
-        self._counters[_PIECES_READ] = pieces
-        self._wakeup.notify(self.source)
+        self.read[_PIECES_READ] = pieces
+        self.transport.wakeup.notify(self.peer)
 
 
 class _QueuedReceive(ReceiveRequest):
-    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int) -> None:
+    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, location: int) -> None:
         self.message_tag, self.nbytes = message_tag, nbytes
-        self._queue = queue
+        self._queue, self._location = queue, location
 
     def done(self) -> None:
         self._queue.done()
 
 
-class _RegisteredReceive(_QueuedReceive):
-    """Message in registered memory."""
-
-    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, view: Tensor) -> None:
-        super().__init__(queue, message_tag, nbytes)
-        self._view = view
-
-    def piece(self, index: int) -> Tensor:
-        return self._view[index * PIECE : (index + 1) * PIECE]
-
-    def into(self, target: Tensor) -> None:
-        target.copy_(self._view)
-        self.done()
-
-
 class _RemoteReceive(_QueuedReceive):
-    """Message in the sender's private memory."""
-
-    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, process: int, address: int) -> None:
-        super().__init__(queue, message_tag, nbytes)
-        self._process, self._address = process, address
+    """Message in the sender's private memory; its location is an address there."""
 
     def piece(self, index: int) -> Tensor:
         piece = self._queue.scratch[: min(PIECE, self.nbytes - index * PIECE)]
@@ -393,40 +309,37 @@ class _RemoteReceive(_QueuedReceive):
         self.done()
 
     def _read(self, offset: int, target: Tensor) -> None:
+        transport, source = self._queue.transport, self._queue.peer
         try:
-            cma.read(self._process, self._address + offset, target.data_ptr(), target.numel())
+            cma.read(transport.group.processes[source], self._location + offset, target.data_ptr(), target.numel())
         except OSError:  # the sender is dead, or failed because another rank is: the wait policy raises the cause
             until = time.monotonic() + PEER_LOST_SECONDS
-            self._queue.transport.wait_for(self._queue.source, lambda: time.monotonic() > until)
+            transport.wait_for(source, lambda: time.monotonic() > until)
             raise
 
 
 class _StagedReceive(_QueuedReceive):
-    """Message that the sender copies piece by piece into staging buffers."""
-
-    def __init__(self, queue: _ReceiveQueue, message_tag: MessageTag, nbytes: int, first: int) -> None:
-        super().__init__(queue, message_tag, nbytes)
-        self._first = first  # piece
+    """Message that the sender copies into staging buffers; its location is the number of its first piece."""
 
     def piece(self, index: int) -> Tensor:
-        piece = self._first + index
+        queue, piece = self._queue, self._location + index
         if index:
-            self._queue.release(piece)
-        is_staged = partial(self._queue.is_staged, piece)
-        if not is_staged():
-            self._queue.transport.wait_for(self._queue.source, is_staged)
-        return self._queue.buffer(piece)[: min(PIECE, self.nbytes - index * PIECE)]
+            queue.release(piece)
 
-    def into(self, target: Tensor) -> None:
-        for index in range(-(-self.nbytes // PIECE)):
-            piece = self.piece(index)
-            target[index * PIECE : index * PIECE + piece.numel()].copy_(piece)
-        self.done()
+        def is_staged() -> bool:
+            return queue.sent[_PIECES_STAGED] > piece
+
+        if not is_staged():
+            queue.transport.wait_for(queue.peer, is_staged)
+        return queue.buffers[piece % _BUFFERS][: min(PIECE, self.nbytes - index * PIECE)]
 
     def done(self) -> None:
-        self._queue.done(self._first + -(-self.nbytes // PIECE))
+        self._queue.done(self._location + self.pieces)
 
 
-def _staging_offset(size: int) -> int:
-    """Return the offset of the staging buffers in a rank's segment, after its queues."""
-    return -(-size * _PEER_BYTES // PIECE) * PIECE
+_RECEIVES: dict[int, type[_QueuedReceive]] = {_REMOTE: _RemoteReceive, _STAGED: _StagedReceive}
+
+
+def _staging_offset(size: int, rank: int) -> int:
+    """Return the offset of a rank's staging buffers in the segments of ``size`` ranks, after the queues."""
+    return (-(-size * _PEER_BYTES // PIECE) + rank * _BUFFERS) * PIECE

@@ -51,7 +51,7 @@ class PeerSockets:
     zmq/context.py.)
 
     Args:
-        exchange: all-gather between the ranks; used once.
+        all_gather: between the ranks; called once.
         address: "ipc" (all ranks on one host; the sockets are in a directory that only this user can enter and that is
             removed before this returns) or "tcp://HOST", where HOST is this host's address for the others; ports are
             chosen by the system.
@@ -73,7 +73,7 @@ class PeerSockets:
         self,
         rank: int,
         size: int,
-        exchange: BootstrapAllGather,
+        all_gather: BootstrapAllGather,
         *,
         address: str,
         options: Mapping[int, int],
@@ -99,14 +99,14 @@ class PeerSockets:
             _check_descriptors(rank, size)
             directory = _private_directory(rank) if kind == "ipc" else None
         except OSError as error:
-            exchange(msgpack.packb({"errno": error.errno, "text": error.strerror}))  # the others raise it too
+            all_gather(msgpack.packb({"errno": error.errno, "text": error.strerror}))  # the others raise it too
             raise
         self._shared = context or SharedContext()
         self._context = self._shared.take()
         self._context.set(zmq.MAX_SOCKETS, max(1023, 8 * size))
         self._is_closed = False
         try:
-            self._exchange_endpoints(exchange, payload, f"ipc://{directory}" if directory else address)
+            self._exchange_endpoints(all_gather, payload, f"ipc://{directory}" if directory else address)
             self._wait_until_connected(check)
         except BaseException:
             self.close(0)
@@ -123,7 +123,7 @@ class PeerSockets:
             self._is_closed = True
             self._shared.release()
 
-    def _exchange_endpoints(self, exchange: BootstrapAllGather, payload: bytes, address: str) -> None:
+    def _exchange_endpoints(self, all_gather: BootstrapAllGather, payload: bytes, address: str) -> None:
         endpoints = {}
         for peer in range(self.rank + 1, self.size):
             token = secrets.token_bytes(2 * _HALF)
@@ -132,7 +132,7 @@ class PeerSockets:
             connection.socket.bind(f"{address}/{peer}" if address.startswith("ipc") else f"{address}:*")
             endpoint = connection.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
             endpoints[peer] = (endpoint, token)
-        gathered = exchange(msgpack.packb((payload, endpoints)))
+        gathered = all_gather(msgpack.packb((payload, endpoints)))
         unpacked = [_unpack(rank, packed) for rank, packed in enumerate(gathered)]
         self.payloads = [theirs for theirs, _ in unpacked]
         for peer in range(self.rank):

@@ -1,4 +1,4 @@
-"""Transport over ZeroMQ: tcp between hosts, ipc on one host if its ranks cannot share memory."""
+"""Transport over ZeroMQ: "tcp" between hosts, "ipc" (Unix domain sockets) on one host if it has no shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import zmq
@@ -46,6 +46,7 @@ _SEND_POLL_SECONDS = 0.001  # nothing announces that a message has left
 _DROP_SECONDS = 5.0  # for ZeroMQ's I/O thread to drop what a closed socket has not sent; takes well below 1 ms
 _Result = TypeVar("_Result")
 _CHECK_MS = round(WAIT_CHECK_SECONDS * 1000)
+_COPIED = SendRequest()
 
 
 class ZmqTransport(Transport):
@@ -55,7 +56,7 @@ class ZmqTransport(Transport):
     ZeroMQ's I/O thread sends; a large tensor is sent from its own memory and received into its destination.
 
     Args:
-        exchange: all-gather between the ranks; used once.
+        all_gather: between the ranks; called once.
         wait_policy: called while this rank waits.
         address: "ipc" or "tcp://HOST", and ``context``: see `PeerSockets`.
     """
@@ -64,7 +65,7 @@ class ZmqTransport(Transport):
         self,
         rank: int,
         size: int,
-        exchange: BootstrapAllGather,
+        all_gather: BootstrapAllGather,
         wait_policy: WaitPolicy,
         *,
         address: str,
@@ -81,21 +82,21 @@ class ZmqTransport(Transport):
             # Effectively never: a reconnection would lose messages in flight. Not -1: note 3.
             int(zmq.RECONNECT_IVL): (1 << 31) - 1,
         }
-        self._peers = PeerSockets(
+        self.peers = PeerSockets(
             rank,
             size,
-            exchange,
+            all_gather,
             address=address,
             options=options,
             check=lambda missing, _: wait_policy.check(missing),
             context=context,
         )
-        for connection in self._peers.sockets.values():
+        for connection in self.peers.sockets.values():
             connection.socket.copy_threshold = 0  # a copied last frame would be done before the frames ahead of it
-        self._sent = dict.fromkeys(self._peers.sockets, 0)  # number of messages, by which losses are detected
-        self._received = dict.fromkeys(self._peers.sockets, 0)
+        self._sent = dict.fromkeys(self.peers.sockets, 0)  # number of messages, by which losses are detected
+        self._received = dict.fromkeys(self.peers.sockets, 0)
         self._trackers: dict[int, zmq.MessageTracker] = {}  # of the last frame to each rank from a tensor's memory
-        self._copied = dict.fromkeys(self._peers.sockets, 0)  # bytes of small messages since the last one waited for
+        self._copied = dict.fromkeys(self.peers.sockets, 0)  # bytes of small messages since the last one waited for
         self._has_failed = False
         self._wake_event: int | None = None  # file descriptor
 
@@ -107,7 +108,7 @@ class ZmqTransport(Transport):
             self._copied[to] += len(view)
             if self._copied[to] < _MOST_COPIED:
                 self._send_frame(to, header + view)
-                return _COMPLETED
+                return _COPIED
             self._copied[to] = 0
             return _TrackedSend(self, to, self._send_frame(to, header + view, track=True))
         self._send_frame(to, header)
@@ -120,17 +121,15 @@ class ZmqTransport(Transport):
         return _TrackedSend(self, to, tracker)
 
     def receive(self, source: int) -> ReceiveRequest:  # noqa: D102
-        return self._wait_for(source, partial(self.poll, source))
+        return self.wait_for(source, partial(self.poll, source))
 
     def poll(self, source: int) -> ReceiveRequest | None:  # noqa: D102
-        frame = self._peers.sockets[source].receive_frame()
+        frame = self.peers.sockets[source].receive_frame()
         if frame is None:
             return None
-        header, body = _read_header(source, self._received[source], frame)
+        message_tag, nbytes, body = _read_header(source, self._received[source], frame)
         self._received[source] += 1
-        if body is not None:
-            return _InlineReceive(header, body)
-        return _PieceReceive(self, source, header)
+        return _PieceReceive(self, source, message_tag, nbytes) if body is None else _InlineReceive(message_tag, body)
 
     def progress(self) -> bool:  # noqa: D102
         return False  # ZeroMQ's I/O thread sends
@@ -141,7 +140,7 @@ class ZmqTransport(Transport):
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_event)
         poll = select.poll()
-        for descriptor in (self._wake_event, *(self._peers.sockets[source].socket.FD for source in sources)):
+        for descriptor in (self._wake_event, *(self.peers.sockets[source].socket.FD for source in sources)):
             poll.register(descriptor, select.POLLIN)
 
         def wait(seconds: float) -> None:
@@ -156,7 +155,7 @@ class ZmqTransport(Transport):
     def withdraw(self) -> None:  # noqa: D102
         unsent = {to: tracker for to, tracker in self._trackers.items() if not tracker.done}
         for to in unsent:  # frames that have not left are dropped, and the receiver sees that the connection is lost
-            self._peers.sockets[to].close(0)
+            self.peers.sockets[to].close(0)
         for tracker in unsent.values():
             with suppress(zmq.NotDone):
                 tracker.wait(_DROP_SECONDS)
@@ -166,19 +165,11 @@ class ZmqTransport(Transport):
             os.close(self._wake_event)
             self._wake_event = None
         linger_ms = round(TRANSPORT_LINGER_SECONDS * 1000)
-        for connection in self._peers.sockets.values():
+        for connection in self.peers.sockets.values():
             if not connection.socket.closed:
                 connection.poll_monitor()
                 connection.close(0 if self._has_failed or connection.down_since is not None else linger_ms)
-        self._peers.close(0)
-
-    def receive_frame(self, source: int) -> zmq.Frame:
-        """Block until the next frame from a rank has arrived and return it."""
-        return self._wait_for(source, self._peers.sockets[source].receive_frame)
-
-    def receive_into(self, source: int, target: memoryview) -> int:
-        """Receive the next frame from a rank into memory, truncated to fit; return the frame's size in bytes."""
-        return self._wait_for(source, partial(self._peers.sockets[source].receive_into, target))
+        self.peers.close(0)
 
     def check_wait(self, peer: int, *, is_blocked: bool) -> None:
         """Raise if waiting for a rank cannot succeed.
@@ -193,19 +184,19 @@ class ZmqTransport(Transport):
         """
         try:
             self._wait_policy.check([peer] if is_blocked else [])
-            lost = self._peers.sockets[peer].down_since
+            lost = self.peers.sockets[peer].down_since
             if lost is not None and time.monotonic() - lost > PEER_LOST_SECONDS:
                 raise DeadNodeError(f"rank {self.rank} lost its connection with rank {peer}")
         except BaseException:
             self._has_failed = True
             raise
 
-    def _wait_for(self, source: int, take: Callable[[], _Result | None]) -> _Result:
+    def wait_for(self, source: int, take: Callable[[], _Result | None]) -> _Result:
         """Block until ``take()``, which never blocks, returns a result from a rank; return the result."""
         taken = take()
         if taken is not None:
             return taken
-        connection = self._peers.sockets[source]
+        connection = self.peers.sockets[source]
 
         def has_taken() -> bool:
             nonlocal taken
@@ -224,29 +215,13 @@ class ZmqTransport(Transport):
         return taken
 
     def _send_frame(self, to: int, data: bytes | memoryview, *, track: bool = False) -> zmq.MessageTracker | None:
-        connection = self._peers.sockets[to]
+        connection = self.peers.sockets[to]
         try:
             return connection.send_frame(data, copy=len(data) <= INLINE and not track, track=track)
         except zmq.Again:  # no connection: there is no high-water mark
             connection.poll_monitor()
             self.check_wait(to, is_blocked=True)
             return None
-
-
-class _Header(NamedTuple):
-    message_tag: MessageTag
-    nbytes: int
-
-
-class _CompletedSend(SendRequest):
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-_COMPLETED = _CompletedSend()
 
 
 class _TrackedSend(SendRequest):
@@ -272,8 +247,8 @@ class _TrackedSend(SendRequest):
 class _InlineReceive(ReceiveRequest):
     """Small message that arrived in one frame with its header."""
 
-    def __init__(self, header: _Header, body: memoryview) -> None:
-        self.message_tag, self.nbytes = header
+    def __init__(self, message_tag: MessageTag, body: memoryview) -> None:
+        self.message_tag, self.nbytes = message_tag, len(body)
         self._body = body
 
     def piece(self, index: int) -> Tensor:  # noqa: ARG002  it has one piece
@@ -290,26 +265,27 @@ class _InlineReceive(ReceiveRequest):
 class _PieceReceive(ReceiveRequest):
     """Large message, one frame per piece."""
 
-    def __init__(self, transport: ZmqTransport, source: int, header: _Header) -> None:
-        self.message_tag, self.nbytes = header
-        self._transport = transport
-        self._source = source
+    def __init__(self, transport: ZmqTransport, source: int, message_tag: MessageTag, nbytes: int) -> None:
+        self.message_tag, self.nbytes = message_tag, nbytes
+        self._transport, self._source = transport, source
+        self._connection = transport.peers.sockets[source]
         self._next = 0  # piece
         self._frame: zmq.Frame | None = None  # owns the memory of the last piece returned
 
     def piece(self, index: int) -> Tensor:
         self._skip_to(index)
-        self._frame = self._transport.receive_frame(self._source)
+        self._frame = self._transport.wait_for(self._source, self._connection.receive_frame)
         self._count(len(self._frame))
         return torch.frombuffer(self._frame.buffer, dtype=torch.uint8)
 
     def into(self, target: Tensor) -> None:
         view = memory_of(target)
         while self._begin < self.nbytes:
-            self._count(self._transport.receive_into(self._source, view[self._begin : self._begin + PIECE]))
+            piece = view[self._begin : self._begin + PIECE]
+            self._count(self._transport.wait_for(self._source, partial(self._connection.receive_into, piece)))
 
     def done(self) -> None:
-        self._skip_to(-(-self.nbytes // PIECE))
+        self._skip_to(self.pieces)
         self._frame = None
 
     @property
@@ -318,7 +294,7 @@ class _PieceReceive(ReceiveRequest):
 
     def _skip_to(self, index: int) -> None:
         while self._next < index:
-            self._count(len(self._transport.receive_frame(self._source)))
+            self._count(len(self._transport.wait_for(self._source, self._connection.receive_frame)))
 
     def _count(self, nbytes: int) -> None:
         expected = min(PIECE, self.nbytes - self._begin)
@@ -327,8 +303,8 @@ class _PieceReceive(ReceiveRequest):
         self._next += 1
 
 
-def _read_header(source: int, expected: int, frame: zmq.Frame) -> tuple[_Header, memoryview | None]:
-    """Return the header of a message with the ``expected`` number, and its data if its first frame includes it."""
+def _read_header(source: int, expected: int, frame: zmq.Frame) -> tuple[MessageTag, int, memoryview | None]:
+    """Return tag and bytes of the message with the ``expected`` number, and its data if its first frame includes it."""
     view = frame.buffer
     if len(view) < _HEADER.size:
         raise ProtocolError(f"rank {source} sent {len(view)} bytes; expected a message header of {_HEADER.size}")
@@ -338,4 +314,4 @@ def _read_header(source: int, expected: int, frame: zmq.Frame) -> tuple[_Header,
         raise ProtocolError(f"rank {source} sent {bytes(view[: _HEADER.size])!r}, which is not a message header")
     if number != expected:
         raise ProtocolError(f"rank {source} sent message {number}, expected {expected}: messages were lost")
-    return _Header(MessageTag(sequence, code), nbytes), view[_HEADER.size :] if nbytes <= INLINE else None
+    return MessageTag(sequence, code), nbytes, view[_HEADER.size :] if nbytes <= INLINE else None
