@@ -180,7 +180,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         self._check_one_backend()
         return self._handle._replace(rank=self.rank()).encode()
 
-    def reconfigure(self, opts: Any) -> FinishedWork:
+    def reconfigure(self, opts: Any) -> Any:
         """Replace the members of this group, in place. Collective over the new members.
 
         They meet at the group's store. Until all have come, and if one does not, the group stays as it was. Then
@@ -219,7 +219,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         self._replace_communicator(communicator, reason)
         self._store, self._monitored_barriers = store, 0
         renumber(self, rank, global_ranks)
-        return FinishedWork([])
+        return FinishedWork()
 
     def _check_one_backend(self) -> None:
         others = self.other_devices.devices() if self in dist.distributed_c10d._world.pg_backend_config else []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import Work as TorchWork
@@ -20,13 +21,22 @@ _ABORT_SECONDS = 5.0  # for an aborted call to end; takes about 10 ms
 _NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
 
 
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Return the tensors in nested lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)
+
+
 @run_eagerly
 class GroupWork(TorchWork):
     """Handle of one call on a process group.
 
     Args:
         work: gangline's handle of the call.
-        tensors: tensors that the call writes.
+        tensors: tensors that the call writes, in nested lists.
         limit: default timeout of `wait` in seconds; None: no timeout.
         give_up: function that ends the call on all ranks when ``limit``, given with the call, passes in a `wait`; None:
             the call continues.
@@ -35,7 +45,7 @@ class GroupWork(TorchWork):
     def __init__(
         self,
         work: Work,
-        tensors: Sequence[Tensor],
+        tensors: Any,
         limit: float | None = None,
         give_up: Callable[[GanglineError], None] | None = None,
     ) -> None:
@@ -132,7 +142,7 @@ class GroupWork(TorchWork):
 
     def result(self) -> list[Tensor]:
         """Return the tensors that the call writes."""
-        return list(self._tensors)
+        return list(tensors_in(self._tensors))
 
     def source_rank(self) -> int:
         """Return the source rank of a finished receive; -1 for other calls."""
@@ -206,13 +216,12 @@ class FinishedWork(GroupWork):
     """Handle of a call that has succeeded before it is returned."""
 
     _work = Work.finished("call")
+    _tensors: Any = ()
     _limit = _range = _give_up = _error = _over = _future = None
     _lock = threading.Lock()  # of futures that are created
     _is_over = True
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        TorchWork.__init__(self)
-        self._tensors = tensors
+    __init__ = TorchWork.__init__  # a Python function would take a tenth of a small call
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:  # noqa: ARG002
         """Return True."""
