@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
-from gangline.collectives.call_signature import encode_signature
+from gangline.collectives.call_signature import COLLECTIVES, encode_signature
 from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DONE, HELD, REDUCE_SCATTER
 from gangline.collectives.devices.nccl_selection import NcclSelection, is_known
 from gangline.collectives.eager import outside_modes, run_eagerly
@@ -27,6 +27,7 @@ from gangline.collectives.engine.arguments import (
     result_or_in_place,
     result_tensor,
 )
+from gangline.collectives.engine.begun_work import BegunWork
 from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.engine.host_staging import flat_values
@@ -161,7 +162,7 @@ class Communicator:
         self._gpus = NcclSelection(self._engine, self._host)
         self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)
         self._messages = PointToPoint(self._engine)
-        self._call_compiled = self._engine.call_compiled
+        self._run_core, self._begin_core = self._engine.run_core, self._engine.begin_core
         self._finalizer = weakref.finalize(self, self._engine.finalize)
 
     def all_reduce(
@@ -180,6 +181,8 @@ class Communicator:
         """
         if not async_op and self.run_small(ALL_REDUCE, tensor, out, op):
             return tensor if out is None else out
+        if async_op and (work := self.begin_small(ALL_REDUCE, tensor, out, op)) is not None:
+            return work
         check_tensor(tensor)
         reduction.check(op, tensor.dtype)
         result = result_or_in_place(out, tensor)
@@ -327,7 +330,7 @@ class Communicator:
                     raise ValueError(f"{name} has a tensor of {tensor.dtype}; expected {tensors[0].dtype} for all")
         for out in outs:
             check_written(out, "outs")
-        self._engine.settle()
+        self._engine.wait_for_pending()
         code = encode_signature("all_to_all_uneven", 0, tensors[0].dtype, None, None)
         with self._engine.lock.over_several():
             self._host.all_to_all_uneven(code, tensors, outs)
@@ -383,7 +386,7 @@ class Communicator:
         if async_op:
             return self._engine.submit("barrier", self._host.barrier, None)
         if not self.run_small(BARRIER, None):
-            self._engine.settle()
+            self._engine.wait_for_pending()
             with self._engine.lock.over_several():
                 self._host.barrier()
         return None
@@ -440,7 +443,7 @@ class Communicator:
         Raises:
             TypeError: if the color or the key is neither an int nor None.
         """
-        self._engine.settle()
+        self._engine.wait_for_pending()
         with self._engine.lock.over_several():
             resources = groups.split_group(self._resources, self._host, self._engine.next_number, color, key)
         return None if resources is None else Communicator(resources)
@@ -457,31 +460,40 @@ class Communicator:
         """
         reduction.check_dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self._engine.settle()
+        self._engine.wait_for_pending()
         with self._engine.lock.over_several():
             return self._host.empty(shape, dtype)
 
     def run_small(
-        self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: str | int | None = None
+        self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None
     ) -> bool:
         """Run a collective of plain tensors that fit a slot, if no call is queued; return whether it was run.
 
         Args:
             collective: its number, from `compiled_core`.
-            tensor: tensor, or None for a barrier.
-            out: tensor for the result; None to overwrite ``tensor``.
-            option: op of a reduction, or root.
+            tensor: tensor; None for a barrier, and on ranks other than the root of a scatter.
+            out: tensor for the result; None to overwrite ``tensor``, or if this rank has none.
+            option: operation of a reduction, root, or (root, operation) of a reduce.
         """
         try:
-            found = self._call_compiled(collective, tensor, out, option)
+            status = self._run_core(collective, tensor, out, option)
         except BaseException as error:  # noqa: BLE001  raised again
             raise self._engine.failed(error) from None
-        if found != HELD:
-            return found == DONE
+        if status != HELD:
+            return status == DONE
         self._engine.check_outermost()
         if self._engine.queue.unfinished or self._gpus.nccl is not None:
             return False
         return self._engine.run_compiled(collective, tensor, out, option)
+
+    def begin_small(
+        self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None
+    ) -> Work | None:
+        """Begin a collective of `run_small` without a thread, unless one is in flight; None: nothing was done."""
+        number = self._begin_core(collective, tensor, out, option)
+        if number <= 0:
+            return None
+        return BegunWork(COLLECTIVES[collective], self._engine, number, tensor if out is None else out)
 
     def close(self) -> None:
         """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent.
@@ -494,7 +506,8 @@ class Communicator:
         if self._engine.is_inherited:
             return
         self._messages.close()
-        self._engine.settle()
+        with suppress(GanglineError):  # of a collective that was begun
+            self._engine.wait_for_pending()
         self._gpus.close()
         self._engine.close()
 
@@ -578,7 +591,7 @@ class _Dispatcher:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if async_op:
             return self._submit(name, code, arguments, tensors, result)
-        self._engine.settle()
+        self._engine.wait_for_pending()
         with self._engine.lock.over_several():
             self._method(name, code, tensors[0])(code, *arguments)
         return result
@@ -594,7 +607,7 @@ class _Dispatcher:
     def call_each(self, name: str, codes: Sequence[int], calls: Sequence[tuple[Any, ...]]) -> None:
         """Run a collective for several tensors, the first of the arguments; see `call`."""
         tensors = [arguments[0] for arguments in calls]
-        self._engine.settle()
+        self._engine.wait_for_pending()
         with self._engine.lock.over_several():
             if len(calls) < 2 or not all(map(is_known, tensors)):
                 for code, arguments in zip(codes, calls, strict=True):

@@ -8,17 +8,12 @@ from types import ModuleType
 
 import torch
 
-from gangline.collectives.call_signature import COLLECTIVES, DTYPES, OPS
+from gangline.collectives.call_signature import DTYPES, OPS
 
-ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = map(
-    COLLECTIVES.index, ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
-)
-DONE, DECLINED, HELD = 0, -3, -4
-"""Results of the functions of `_core.caller`: done; unsupported call; call that must take the lock."""
-SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, ENDED, LIMITS = range(7)
-"""Words that an engine shares with `_core`: number of its last collective; bytes of all; the thread for which `_core`
-runs one, or 0; the thread that holds the lock, or 0; number of queued operations; 1 if all calls take the lock; most
-bytes of each of `COLLECTIVES`."""
+ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER, SCATTER, BARRIER = range(9)
+"""Numbers of the collectives of the core: the first of `COLLECTIVES`."""
+DONE, NOT_YET, DECLINED, HELD = 0, -1, -3, -4
+"""Results of the functions of `_core.caller`: done; a rank is late; unsupported call; call that must take the lock."""
 _DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # supported by its functions, in the order of their numbers
 
 
@@ -33,6 +28,15 @@ def _load() -> tuple[ModuleType | None, str]:
 
 core, problem = _load()
 """The module, or None; the reason for None."""
+_NAMES = ("SEQUENCE", "BYTES", "RUNNING", "LOCKED", "QUEUED", "MUST_LOCK", "BEGUN", "LIMITS")
+SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, MUST_LOCK, BEGUN, LIMITS = (
+    getattr(core, name, index) for index, name in enumerate(_NAMES)
+)
+"""Indices of the integers that an engine shares with the core; core.c says what they are."""
+SHARED: int = getattr(core, "SHARED", LIMITS + 9)
+"""Number of these integers."""
+CALLS_PER_POLL: int = getattr(core, "CALLS_PER_POLL", 256)
+"""Number of calls after which a rank that never waits reads announcements, which would fill its memory."""
 
 has_collectives: bool = (
     core is not None

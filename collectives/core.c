@@ -20,12 +20,16 @@
 #define _mm_pause() (void)0
 #endif
 
-enum { DONE = 0, NOT_YET = -1, ELSEWHERE = -2, DECLINED = -3, HELD = -4 };
-enum { SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, ENDED, LIMITS, WORDS = LIMITS + 9 }; /* of compiled_core */
+enum { DONE = 0, NOT_YET = -1, MISMATCHED = -2, DECLINED = -3, HELD = -4 };
+/* Integers that an engine shares with its core: number of its last collective; bytes of all; the thread for which the
+   core runs one, or 0; the thread that holds the lock, or 0; number of queued operations; 1 if all calls take the lock;
+   number of the collective that was begun and not ended, or 0; most bytes of each collective. */
+enum { SEQUENCE, BYTES, RUNNING, LOCKED, QUEUED, MUST_LOCK, BEGUN, LIMITS, SHARED = LIMITS + 9 };
 enum { CALLS_PER_POLL = 256 /* the watchdog's */, FIRST_LOOKS = 50 /* before others may run; one takes some 20 ns */ };
 enum { SUM, MEAN, PRODUCT, MIN, MAX };              /* call_signature.OPS */
 enum { F32, F64, F16, BF16, I8, I16, I32, I64, U8, DTYPES, BOOL = DTYPES, C64, C128, ALL_DTYPES }; /* its DTYPES */
-enum { ALL_REDUCE, BROADCAST = 2, ALL_GATHER, REDUCE_SCATTER, BARRIER = 8 };                      /* its COLLECTIVES */
+/* call_signature.COLLECTIVES */
+enum { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER, SCATTER, BARRIER };
 enum { MOST_OPERANDS = 1024, BLOCK = 1024, STREAMED_BLOCK = 64 }; /* elements at a time: within a cache; past all */
 static const size_t ITEM[ALL_DTYPES] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 1, 8, 16};
 /* Bytes from which a copy into a slot may bypass the cache, and from which other threads of the process may run. */
@@ -41,7 +45,11 @@ static const int64_t YIELD_NANOSECONDS = 5000000; /* after which Python waits */
     {                                                                                              \
         const T *x = a, *y = b;                                                                    \
         T *z = out, u, v;                                                                          \
-        _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) u = x[i], v = y[i], z[i] = (T)(EXPRESSION); \
+        _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) {                                      \
+            u = x[i];                                                                              \
+            v = y[i];                                                                              \
+            z[i] = (T)(EXPRESSION);                                                                \
+        }                                                                                          \
         break;                                                                                     \
     }
 /* out may be a or b. NaN wins, as in numpy and torch. */
@@ -106,7 +114,9 @@ static void copy(char *to, const char *from, size_t n, int streams) {
             memcpy(line, from + i, sizeof line);
             for (int j = 0; j < 4; j++) _mm_stream_si128((__m128i *)(to + i) + j, line[j]);
         }
-        to += i, from += i, n -= i;
+        to += i;
+        from += i;
+        n -= i;
     }
 #endif
     memcpy(to, from, n);
@@ -116,7 +126,8 @@ typedef struct { int dtype, op; int64_t divisor; /* of the result; 1: none */ } 
 
 static void divide(void *values, size_t n, const Reduction *how) {
     if (how->divisor == 1) return;
-    double *doubles = values; float *floats = values;
+    double *doubles = values;
+    float *floats = values;
     for (size_t i = 0; i < n && how->dtype == F64; i++) doubles[i] /= (double)how->divisor;
     for (size_t i = 0; i < n && how->dtype != F64; i++) floats[i] /= (float)how->divisor;
 }
@@ -128,8 +139,11 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
     const size_t item = ITEM[how->dtype];
     Fold *fold = folds[how->dtype];
     const int is_half = how->dtype == F16 || how->dtype == BF16;
-    if (p == 2 && m == 1 && !streams && !is_half)
-        return fold(out[0], in[0], in[1], n, how->op), divide(out[0], n, how);
+    if (p == 2 && m == 1 && !streams && !is_half) {
+        fold(out[0], in[0], in[1], n, how->op);
+        divide(out[0], n, how);
+        return;
+    }
     _Alignas(64) char sums[8 * BLOCK], operand[8 * BLOCK], past[MOST_OPERANDS];
     for (size_t j = 0; j < m; j++) {
         past[j] = (char)(streams && (uintptr_t)out[j] % 16 == 0);
@@ -173,18 +187,31 @@ typedef struct {
     Peer peers[];
 } Group;
 
-/* A collective, and how it is done. */
+/* The ranks whose tensor a collective reads, and those that get a result; whether these have a leading axis with a row
+   for each rank; whether it has an operation and a root. The order is that of the collectives' numbers. */
+enum { NO_RANK, ALL_RANKS, ROOT, OTHER_RANKS /* than the root */ };
+static const struct { char reads, writes, in_rows, out_rows, has_op, has_root; } RULES[] = {
+    [ALL_REDUCE] = {ALL_RANKS, ALL_RANKS, 0, 0, 1, 0}, [REDUCE] = {ALL_RANKS, ROOT, 0, 0, 1, 1},
+    [BROADCAST] = {ROOT, OTHER_RANKS, 0, 0, 0, 1},     [ALL_GATHER] = {ALL_RANKS, ALL_RANKS, 0, 1, 0, 0},
+    [REDUCE_SCATTER] = {ALL_RANKS, ALL_RANKS, 1, 0, 1, 0}, [ALL_TO_ALL] = {ALL_RANKS, ALL_RANKS, 1, 1, 0, 0},
+    [GATHER] = {ALL_RANKS, ROOT, 0, 1, 0, 1},          [SCATTER] = {ROOT, ALL_RANKS, 1, 0, 0, 1},
+    [BARRIER] = {NO_RANK, NO_RANK, 0, 0, 0, 0},
+};
+
+/* A collective of one rank, and how it is done. */
 typedef struct {
-    int64_t count, code; /* elements of the larger tensor; CallSignature.code */
+    int64_t count, code; /* elements that a rank publishes; CallSignature.code */
     int64_t chunk;       /* elements of one exchange */
     Reduction how;
-    int collective, root, by_part; /* 1: each rank reduces its part of a chunk and publishes it; 0: each reduces all */
+    int collective, root, reads, writes; /* whether this rank's tensor is read, and whether it gets a result */
+    int by_part; /* 1: each rank reduces its part of a chunk and publishes it; 0: each reduces all */
+    char *source, *out; /* the tensor and the result; NULL: none */
 } Call;
 
 typedef struct {
     int64_t exchanges; /* so far */
     Call call;         /* the rest: the call that runs, or the last one */
-    char *source, *out;
+    PyObject *tensors[2]; /* those of a call that was begun and not ended */
     int64_t sequence, done; /* elements */
     int is_second;          /* the parts' results have been published, in place of the operands */
     int streams;            /* whether the slot was written past the cache */
@@ -193,16 +220,29 @@ typedef struct {
     Group *group;
 } Slots;
 
-static void close_slots(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, "slots")); }
+static void release_tensors(Slots *slots) {
+    for (int i = 0; i < 2; i++) {
+        PyObject *tensor = slots->tensors[i];
+        slots->tensors[i] = NULL;
+        Py_XDECREF(tensor);
+    }
+}
 
-static PyObject *open_slots(PyObject *module, PyObject *packed) {
+static void close_slots(PyObject *capsule) {
+    Slots *slots = PyCapsule_GetPointer(capsule, "slots");
+    release_tensors(slots);
+    PyMem_Free(slots);
+}
+
+static PyObject *open_slots(PyObject *Py_UNUSED(module), PyObject *packed) {
     char *words;
     Py_ssize_t nbytes;
     if (PyBytes_AsStringAndSize(packed, &words, &nbytes) < 0) return NULL;
     int64_t size = 0;
     if (nbytes >= (Py_ssize_t)sizeof(Group)) memcpy(&size, words, sizeof size);
     if (size < 1 || size > MOST_OPERANDS || nbytes != (Py_ssize_t)(sizeof(Group) + (size_t)size * sizeof(Peer)))
-        return PyErr_Format(PyExc_ValueError, "%zd bytes describe no group of 1 to %d ranks", nbytes, MOST_OPERANDS);
+        return PyErr_Format(PyExc_ValueError, "%zd bytes are not a group; expected one of 1 to %d ranks", nbytes,
+                            MOST_OPERANDS);
     Slots *slots = PyMem_Calloc(1, sizeof *slots + (size_t)nbytes);
     if (slots == NULL) return PyErr_NoMemory();
     slots->group = memcpy(slots + 1, words, (size_t)nbytes);
@@ -247,26 +287,28 @@ static int64_t nanoseconds(void) {
 
 static _Thread_local int64_t most_yields = INT64_MAX; /* of this thread */
 
-/* Wait a little for all ranks to publish, and compare their calls. */
-static int await(const Slots *slots, int holds_gil) {
+/* Look whether all ranks have published, or wait a little for them, and compare their calls. */
+static int await(const Slots *slots, int waits, int holds_gil) {
     const Group *group = slots->group;
-    int found = look(slots, group->looks < FIRST_LOOKS ? group->looks : FIRST_LOOKS);
-    if (found == NOT_YET) {
+    int status = look(slots, group->looks < FIRST_LOOKS ? group->looks : FIRST_LOOKS);
+    if (status == NOT_YET && waits) {
         PyThreadState *state = holds_gil ? PyEval_SaveThread() : NULL;
-        found = look(slots, group->looks);
+        status = look(slots, group->looks);
         int64_t left = group->yields < most_yields ? group->yields : most_yields;
-        int64_t until = found == DONE ? 0 : nanoseconds() + YIELD_NANOSECONDS; /* on a busy core one may take long */
-        for (; found == NOT_YET && left > 0 && nanoseconds() < until; left--)
-            sched_yield(), found = look(slots, group->looks ? FIRST_LOOKS : 0);
+        int64_t until = status == DONE ? 0 : nanoseconds() + YIELD_NANOSECONDS; /* on a busy core one may take long */
+        for (; status == NOT_YET && left > 0 && nanoseconds() < until; left--) {
+            sched_yield();
+            status = look(slots, group->looks ? FIRST_LOOKS : 0);
+        }
         if (holds_gil) PyEval_RestoreThread(state);
     }
-    for (int64_t r = 0; found == DONE && r < group->size; r++) {
+    for (int64_t r = 0; status == DONE && r < group->size; r++) {
         _Atomic int64_t *mark = group->peers[r].marks[slots->exchanges & 1];
         if (atomic_load_explicit(mark + 1, memory_order_relaxed) != slots->sequence ||
             atomic_load_explicit(mark + 2, memory_order_relaxed) != slots->call.code)
-            found = ELSEWHERE;
+            status = MISMATCHED;
     }
-    return found;
+    return status;
 }
 
 static size_t chunk_of(const Slots *slots) {
@@ -289,9 +331,10 @@ static int should_stream(Slots *slots, size_t nbytes) {
 }
 
 static void note(Slots *slots, size_t nbytes, int streams, int use, int64_t began) {
-    float *cost = &slots->costs[size_of(nbytes, 0)][streams][use], found = (float)(nanoseconds() - began) / (float)nbytes;
-    if (*cost == 0 || found < *cost) *cost = found;
-    else *cost += ((found < 2 * *cost ? found : 2 * *cost) - *cost) / 8; /* one that was interrupted counts little */
+    float *cost = &slots->costs[size_of(nbytes, 0)][streams][use];
+    const float measured = (float)(nanoseconds() - began) / (float)nbytes;
+    if (*cost == 0 || measured < *cost) *cost = measured;
+    else *cost += ((measured < 2 * *cost ? measured : 2 * *cost) - *cost) / 8; /* if interrupted, it counts little */
 }
 
 static void note_read(Slots *slots, size_t nbytes, int64_t began) {
@@ -307,74 +350,86 @@ static void note_read(Slots *slots, size_t nbytes, int64_t began) {
    the exchange in between. */
 static void publish_chunk(Slots *slots) {
     const Group *group = slots->group;
-    const size_t item = ITEM[slots->call.how.dtype];
-    const int is_given = slots->call.collective != BROADCAST || slots->call.root == group->rank;
-    const size_t nbytes = is_given ? chunk_of(slots) * item : 0;
+    const Call *call = &slots->call;
+    const size_t item = ITEM[call->how.dtype], nbytes = call->reads ? chunk_of(slots) * item : 0;
     slots->streams = should_stream(slots, nbytes);
     char *slot = group->peers[group->rank].slots[(slots->exchanges + 1) & 1];
     int64_t began = nbytes < STREAM_BYTES ? 0 : nanoseconds();
-    copy(slot, slots->source + (size_t)slots->done * item, nbytes, slots->streams);
+    if (nbytes) copy(slot, call->source + (size_t)slots->done * item, nbytes, slots->streams);
     if (slots->streams) atomic_thread_fence(memory_order_seq_cst);
     if (nbytes >= STREAM_BYTES) note(slots, nbytes, slots->streams, WRITE, began);
     slots->is_second = 0;
     publish(slots);
 }
 
-/* Go on with a collective of which an exchange has been published. */
-static int proceed(Slots *slots, int holds_gil) {
+/* Reduce this rank's part of a chunk, and publish it in place of the operand. */
+static void publish_part(Slots *slots, const char **in) {
+    const Group *group = slots->group;
+    const int64_t parity = slots->exchanges & 1, began = nanoseconds();
+    const size_t item = ITEM[slots->call.how.dtype], n = chunk_of(slots), p = (size_t)group->size;
+    size_t begin = n * (size_t)group->rank / p, end = n * ((size_t)group->rank + 1) / p;
+    for (size_t r = 0; r < p; r++) in[r] += begin * item;
+    char *result = group->peers[group->rank].slots[!parity] + begin * item;
+    reduce(&slots->call.how, in, p, &result, 1, end - begin, slots->streams);
+    note_read(slots, n * item, began);
+    slots->is_second = 1;
+    publish(slots);
+}
+
+/* Write the parts that the ranks have reduced. */
+static void join_parts(const Slots *slots, const char *const *in, char *out) {
+    const size_t item = ITEM[slots->call.how.dtype], n = chunk_of(slots), p = (size_t)slots->group->size;
+    for (size_t r = 0; r < p; r++) {
+        size_t begin = n * r / p * item, end = n * (r + 1) / p * item;
+        memcpy(out + begin, in[r] + begin, end - begin);
+    }
+}
+
+/* Write the result of a chunk: the operands reduced, the root's, or all in the order of the ranks. */
+static void write_result(Slots *slots, const char **in, char *out) {
     const Group *group = slots->group;
     const Call *call = &slots->call;
-    const Reduction how = call->how;
-    const size_t item = ITEM[how.dtype], p = (size_t)group->size;
+    const size_t item = ITEM[call->how.dtype], n = chunk_of(slots), p = (size_t)group->size;
+    const size_t taken = RULES[call->collective].in_rows ? n / p : n; /* elements of each operand */
+    const int64_t began = n * item < STREAM_BYTES ? 0 : nanoseconds();
+    for (size_t r = 0; r < p && RULES[call->collective].in_rows; r++) in[r] += taken * (size_t)group->rank * item;
+    if (call->collective == ALL_REDUCE) /* in this core's cache, as the slot is not */
+        in[group->rank] = call->source + (size_t)slots->done * item;
+    if (RULES[call->collective].has_op) reduce(&call->how, in, p, &out, 1, taken, 0);
+    else if (RULES[call->collective].reads == ROOT) memcpy(out, in[call->root], taken * item);
+    else
+        for (size_t r = 0; r < p; r++) memcpy(out + r * taken * item, in[r], taken * item);
+    if (RULES[call->collective].reads == ALL_RANKS) note_read(slots, n * item, began);
+}
+
+/* Go on with a collective of which an exchange has been published. */
+static int proceed(Slots *slots, int waits, int holds_gil) {
+    const Group *group = slots->group;
+    const Call *call = &slots->call;
     const char *in[MOST_OPERANDS];
     for (;;) {
-        int found = await(slots, holds_gil);
-        if (found != DONE) return found;
-        const int64_t parity = slots->exchanges & 1;
-        const size_t n = chunk_of(slots), offset = (size_t)slots->done * item;
-        char *out = slots->out + offset;
-        for (size_t r = 0; r < p; r++) in[r] = group->peers[r].slots[parity];
-        const int64_t began = n * item < STREAM_BYTES ? 0 : nanoseconds();
-        if (call->collective == BROADCAST && call->root != group->rank) memcpy(out, in[call->root], n * item);
-        for (size_t r = 0; r < p && call->collective == ALL_GATHER; r++) memcpy(out + r * n * item, in[r], n * item);
-        if (call->collective == REDUCE_SCATTER) {
-            for (size_t r = 0; r < p; r++) in[r] += n / p * (size_t)group->rank * item;
-            reduce(&how, in, p, &out, 1, n / p, 0);
-        }
-        if (call->collective == ALL_GATHER || call->collective == REDUCE_SCATTER) note_read(slots, n * item, began);
-        if (call->collective != ALL_REDUCE) return DONE;
+        int status = await(slots, waits, holds_gil);
+        if (status != DONE) return status;
+        for (int64_t r = 0; r < group->size; r++) in[r] = group->peers[r].slots[slots->exchanges & 1];
         if (call->by_part && !slots->is_second) {
-            size_t begin = n * (size_t)group->rank / p, end = n * ((size_t)group->rank + 1) / p;
-            for (size_t r = 0; r < p; r++) in[r] += begin * item;
-            char *result = group->peers[group->rank].slots[!parity] + begin * item;
-            reduce(&how, in, p, &result, 1, end - begin, slots->streams);
-            note_read(slots, n * item, began);
-            slots->is_second = 1;
-            publish(slots);
+            publish_part(slots, in);
             continue;
         }
-        if (call->by_part) {
-            for (size_t r = 0; r < p; r++) {
-                size_t begin = n * r / p * item, end = n * (r + 1) / p * item;
-                memcpy(out + begin, in[r] + begin, end - begin);
-            }
-        } else {
-            in[group->rank] = slots->source + offset; /* in this core's cache, as the slot is not */
-            reduce(&how, in, p, &out, 1, n, 0);
-            note_read(slots, n * item, began);
-        }
-        slots->done += (int64_t)n;
+        char *out = call->out + (size_t)slots->done * ITEM[call->how.dtype];
+        if (call->by_part) join_parts(slots, in, out);
+        else if (call->writes && call->count) write_result(slots, in, out);
+        slots->done += (int64_t)chunk_of(slots);
         if (slots->done >= call->count) return DONE;
         publish_chunk(slots);
     }
 }
 
-static int go_on(Slots *slots) {
+static int go_on(Slots *slots, int waits) {
     const int is_small = (size_t)slots->call.count * ITEM[slots->call.how.dtype] < RELEASE_BYTES;
     PyThreadState *state = is_small ? NULL : PyEval_SaveThread();
-    int found = proceed(slots, is_small);
+    int status = proceed(slots, waits, is_small);
     if (state != NULL) PyEval_RestoreThread(state);
-    return found;
+    return status;
 }
 
 /* dlpack.h: a tensor, and the functions with which torch describes one. */
@@ -388,11 +443,14 @@ typedef struct { uint32_t major, minor; void *older, *others[3]; int (*describe)
 static const Exchange *dlpack;
 static PyObject *types[2], *predicates[2]; /* of tensors; whether their values are not those in memory */
 
-static PyObject *use_tensors(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+static PyObject *use_tensors(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given) {
     if (given != 5) return PyErr_Format(PyExc_TypeError, "expected DLPack's functions, two types, is_neg, is_conj");
     dlpack = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
     if (dlpack == NULL) return NULL;
-    for (int i = 0; i < 2; i++) types[i] = Py_NewRef(args[1 + i]), predicates[i] = Py_NewRef(args[3 + i]);
+    for (int i = 0; i < 2; i++) {
+        types[i] = Py_NewRef(args[1 + i]);
+        predicates[i] = Py_NewRef(args[3 + i]);
+    }
     return PyBool_FromLong(dlpack->major == 1 && dlpack->describe != NULL);
 }
 
@@ -401,7 +459,10 @@ static int describe(PyObject *object, Tensor *tensor, int64_t *count) {
     static const uint8_t kinds[ALL_DTYPES] = {2, 2, 2, 4, 0, 0, 0, 0, 1, 6, 5, 5};
     PyObject *type = (PyObject *)Py_TYPE(object);
     if (type != types[0] && type != types[1]) return DECLINED;
-    if (dlpack->describe(object, tensor) != 0) return PyErr_Clear(), DECLINED;
+    if (dlpack->describe(object, tensor) != 0) {
+        PyErr_Clear();
+        return DECLINED;
+    }
     int dtype = 0, is_dense = 1;
     while (dtype < ALL_DTYPES && (tensor->kind != kinds[dtype] || tensor->bits != 8 * ITEM[dtype])) dtype++;
     *count = 1;
@@ -412,16 +473,19 @@ static int describe(PyObject *object, Tensor *tensor, int64_t *count) {
     for (int i = 0; i < (dtype < C64 ? 1 : 2); i++) {
         PyObject *is_so = PyObject_CallFunctionObjArgs(predicates[i], object, NULL);
         Py_XDECREF(is_so);
-        if (is_so != Py_False) return PyErr_Clear(), DECLINED;
+        if (is_so != Py_False) {
+            PyErr_Clear();
+            return DECLINED;
+        }
     }
     return dtype;
 }
 
-/* Set how a collective's tensors are reduced; 0 if they cannot be. */
-static int set_reduction(Call *call, int dtype, int64_t size, PyObject *option) {
+/* Set how tensors are reduced; 0 if they cannot be. */
+static int set_reduction(Call *call, int dtype, int64_t size, PyObject *name) {
     static const char *const names[] = {"sum", "mean", "product", "min", "max"};
     int op = 0;
-    while (op <= MAX && !(PyUnicode_Check(option) && PyUnicode_CompareWithASCIIString(option, names[op]) == 0)) op++;
+    while (op <= MAX && !(PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[op]) == 0)) op++;
     const int is_mean = op == MEAN, is_complex = dtype >= C64;
     if (op > MAX || (is_mean && dtype > BF16 && !is_complex) || (is_complex && op > MEAN)) return 0;
     call->code += (op + 1LL) << 52;
@@ -431,95 +495,220 @@ static int set_reduction(Call *call, int dtype, int64_t size, PyObject *option) 
     return 1;
 }
 
-/* Begin a collective of a tensor, an out (or None) and an option, and finish it if no rank is late. */
-static int begin(Slots *slots, int64_t sequence, int number, PyObject *const *args, int64_t most, int64_t *row_bytes) {
-    const int gathers = number == ALL_GATHER, scatters = number == REDUCE_SCATTER;
-    const Group *group = slots->group;
-    int64_t count = 0, out_count;
-    Tensor in = {.data = (char *)args}, out;
-    const int dtype = number == BARRIER ? U8 : describe(args[0], &in, &count);
-    const int64_t nbytes = dtype < 0 ? 0 : count * (int64_t)ITEM[dtype];
-    if (dtype < 0 || nbytes > most || (number != ALL_REDUCE && nbytes > group->slot_bytes)) return DECLINED;
-    if (scatters && (in.ndim == 0 || in.shape[0] != group->size)) return DECLINED;
-    out = in;
-    if (args[1] != Py_None && args[1] != args[0] &&
-        (describe(args[1], &out, &out_count) != dtype || out.ndim + scatters != in.ndim + gathers ||
-         (gathers && out.shape[0] != group->size) ||
-         memcmp(out.shape + gathers, in.shape + scatters, (size_t)(out.ndim - gathers) * sizeof *out.shape) != 0))
-        return DECLINED;
-    const int64_t in_signature = scatters ? count / group->size : count;
-    Call call = {count, ((number * 16LL + dtype) << 55) + in_signature, 0, {dtype, SUM, 1}, number, 0, 0};
-    if ((number == ALL_REDUCE || scatters) && !set_reduction(&call, dtype, group->size, args[2])) return DECLINED;
-    if (number == BROADCAST) {
-        call.root = Py_TYPE(args[2]) == &PyLong_Type ? (int)PyLong_AsLong(args[2]) : -1;
-        if (call.root < 0 || call.root >= group->size) return PyErr_Clear(), DECLINED;
-        call.code += (call.root + 1LL) << 40;
-    }
-    const int64_t chunk_bytes = group->slot_bytes < CHUNK_BYTES ? group->slot_bytes : CHUNK_BYTES;
-    call.chunk = nbytes <= group->slot_bytes ? call.count : chunk_bytes / (int64_t)ITEM[call.how.dtype];
-    call.by_part = number == ALL_REDUCE && group->size > 2 && nbytes >= BY_PART_BYTES;
-    slots->call = call, slots->source = in.data, slots->out = out.data, slots->sequence = sequence, slots->done = 0;
-    if (number == ALL_REDUCE && in.data != out.data && in.data < out.data + nbytes && out.data < in.data + nbytes)
-        slots->source = memmove(out.data, in.data, (size_t)nbytes);
-    *row_bytes = in_signature * (int64_t)ITEM[dtype];
-    publish_chunk(slots);
-    return go_on(slots);
+static int is_one_of(int ranks, int is_root) {
+    return ranks == ALL_RANKS || (ranks == ROOT && is_root) || (ranks == OTHER_RANKS && !is_root);
 }
 
-/* A caller that gives "most" holds the lock and has counted the call; others must take it when the words say so. */
-static PyObject *collective(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
-    Slots *slots = PyCapsule_GetPointer(PyTuple_GetItem(bound, 0), "slots");
-    int64_t *words = (int64_t *)PyByteArray_AsString(PyTuple_GetItem(bound, 2)), nbytes = 0;
-    const int64_t number = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
-    if (number < 0 || number > BARRIER) return PyErr_Format(PyExc_TypeError, "expected collective, tensor, out, option");
-    const int counts = given == 4;
-    int64_t most = counts ? -1 : PyLong_AsLongLong(args[4]);
-    if (most < 0) most = words[LIMITS + number];
-    const int is_held = words[LOCKED] || words[QUEUED] || words[ENDED] || (words[SEQUENCE] + 1) % CALLS_PER_POLL == 0;
-    if (words[RUNNING] || (counts && is_held)) return PyLong_FromLong(HELD);
-    words[RUNNING] = (int64_t)PyThread_get_thread_ident(), words[SEQUENCE] += counts;
-    int found = begin(slots, words[SEQUENCE], (int)number, args + 1, most, &nbytes);
-    words[SEQUENCE] -= counts && found == DECLINED, words[BYTES] += counts ? nbytes : 0;
-    while (found == NOT_YET || found == ELSEWHERE) {
-        PyObject *none = PyObject_CallNoArgs(PyTuple_GetItem(bound, 1));
-        found = none == NULL ? DONE : go_on(slots);
-        Py_XDECREF(none);
+/* Set the root, and so whether this rank's tensor is read and written; 0 if it is not a rank. */
+static int set_root(Call *call, const Group *group, PyObject *root) {
+    if (RULES[call->collective].has_root) {
+        call->root = Py_TYPE(root) == &PyLong_Type ? (int)PyLong_AsLong(root) : -1;
+        if (call->root < 0 || call->root >= group->size) {
+            PyErr_Clear();
+            return 0;
+        }
+        call->code += (call->root + 1LL) << 40;
     }
-    return words[RUNNING] = 0, PyErr_Occurred() ? NULL : PyLong_FromLong(found);
+    call->reads = is_one_of(RULES[call->collective].reads, call->root == group->rank);
+    call->writes = is_one_of(RULES[call->collective].writes, call->root == group->rank);
+    return 1;
+}
+
+/* Describe the tensor and the result of a call and check that they fit each other; return their dtype, or DECLINED. */
+static int describe_both(Call *call, const Group *group, PyObject *tensor, PyObject *result) {
+    const int in_rows = RULES[call->collective].in_rows, out_rows = RULES[call->collective].out_rows;
+    const int has_tensor = call->reads || call->collective == BROADCAST;
+    const int has_result = call->writes && result != Py_None && result != tensor;
+    Tensor in = {.data = (char *)call}, out = {0}; /* no byte of a missing tensor is touched */
+    int64_t out_count = 0;
+    int dtype = U8; /* of a barrier */
+    if (has_tensor) {
+        dtype = describe(tensor, &in, &call->count);
+        if (dtype < 0 || (in_rows && (in.ndim == 0 || in.shape[0] != group->size))) return DECLINED;
+    }
+    if (has_result) {
+        int out_dtype = describe(result, &out, &out_count);
+        if (out_dtype < 0 || (out_rows && (out.ndim == 0 || out.shape[0] != group->size))) return DECLINED;
+        if (has_tensor && (out_dtype != dtype || out.ndim - out_rows != in.ndim - in_rows ||
+                           memcmp(out.shape + out_rows, in.shape + in_rows,
+                                  (size_t)(out.ndim - out_rows) * sizeof *out.shape) != 0))
+            return DECLINED;
+        dtype = out_dtype;
+        if (!has_tensor) call->count = out_count * group->size; /* a scatter's, of the root */
+    } else if (call->writes && (in_rows || out_rows)) return DECLINED;
+    call->source = in.data;
+    call->out = has_result ? out.data : in.data;
+    return dtype;
+}
+
+/* Describe a collective of a tensor, a result (or None) and an option; return its signature's bytes, or DECLINED.
+   The option is the operation, the root, or (root, operation). */
+static int64_t describe_call(Call *call, const Group *group, PyObject *const *args, int64_t most) {
+    const int collective = call->collective;
+    PyObject *root = args[2], *op = args[2];
+    if (RULES[collective].has_op && RULES[collective].has_root) {
+        if (!PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != 2) return DECLINED;
+        root = PyTuple_GetItem(args[2], 0);
+        op = PyTuple_GetItem(args[2], 1);
+    }
+    if (!set_root(call, group, root)) return DECLINED;
+    const int dtype = describe_both(call, group, args[0], args[1]);
+    if (dtype < 0) return DECLINED;
+    const int64_t nbytes = call->count * (int64_t)ITEM[dtype];
+    if (nbytes > most || (collective != ALL_REDUCE && nbytes > group->slot_bytes)) return DECLINED;
+    const int64_t count = RULES[collective].in_rows ? call->count / group->size : call->count;
+    call->how = (Reduction){dtype, SUM, 1};
+    call->code += ((collective * 16LL + dtype) << 55) + count;
+    if (RULES[collective].has_op && !set_reduction(call, dtype, group->size, op)) return DECLINED;
+    const int64_t chunk_bytes = group->slot_bytes < CHUNK_BYTES ? group->slot_bytes : CHUNK_BYTES;
+    call->chunk = nbytes <= group->slot_bytes ? call->count : chunk_bytes / (int64_t)ITEM[call->how.dtype];
+    call->by_part = collective == ALL_REDUCE && group->size > 2 && nbytes >= BY_PART_BYTES;
+    return count * (int64_t)ITEM[dtype];
+}
+
+/* ---- Collectives of an engine: "bound" is (slots, wait, shared), of which "wait" waits once for late ranks ---- */
+
+static Slots *slots_of(PyObject *bound) { return PyCapsule_GetPointer(PyTuple_GetItem(bound, 0), "slots"); }
+
+static int64_t *shared_of(PyObject *bound) { return (int64_t *)PyByteArray_AsString(PyTuple_GetItem(bound, 2)); }
+
+/* Go on until the collective is over; without "waits", only if no rank is late. An error leaves it unfinished. */
+static int finish(PyObject *bound, int waits) {
+    Slots *slots = slots_of(bound);
+    int64_t *shared = shared_of(bound);
+    int status = go_on(slots, waits);
+    while (waits && (status == NOT_YET || status == MISMATCHED)) {
+        PyObject *none = PyObject_CallNoArgs(PyTuple_GetItem(bound, 1));
+        if (none == NULL) return status;
+        Py_DECREF(none);
+        status = go_on(slots, waits);
+    }
+    if (status == DONE && shared[BEGUN]) {
+        shared[BEGUN] = 0;
+        release_tensors(slots);
+    }
+    return status;
+}
+
+/* Return whether a call must take the lock: another thread holds it or runs a call, calls are queued, or it is time to
+   read announcements. A thread that has counted its call holds the lock. */
+static int is_held(const int64_t *shared, int counts) {
+    return shared[RUNNING] ||
+           (counts && (shared[LOCKED] || shared[QUEUED] || shared[MUST_LOCK] ||
+                       (shared[SEQUENCE] + 1) % CALLS_PER_POLL == 0));
+}
+
+/* Publish a collective of tensor, result and option; return its number, or DECLINED with nothing done. */
+static int64_t publish_call(PyObject *bound, int collective, PyObject *const *args, int64_t most, int counts,
+                            int by_parts) {
+    Slots *slots = slots_of(bound);
+    int64_t *shared = shared_of(bound);
+    Call call = {.collective = collective};
+    const int64_t nbytes = describe_call(&call, slots->group, args, most < 0 ? shared[LIMITS + collective] : most);
+    if (nbytes < 0 || (call.by_part && !by_parts)) return DECLINED;
+    shared[SEQUENCE] += counts;
+    shared[BYTES] += counts ? nbytes : 0;
+    const int64_t all = call.count * (int64_t)ITEM[call.how.dtype]; /* bytes */
+    if (collective == ALL_REDUCE && call.source != call.out && call.source < call.out + all &&
+        call.out < call.source + all) /* a chunk of the result may overlap operands of later ones */
+        call.source = memmove(call.out, call.source, (size_t)all);
+    slots->call = call;
+    slots->sequence = shared[SEQUENCE];
+    slots->done = 0;
+    publish_chunk(slots);
+    return slots->sequence;
+}
+
+static int collective_of(PyObject *const *args, Py_ssize_t given) {
+    const int64_t collective = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
+    if (collective >= 0 && collective <= BARRIER) return (int)collective;
+    PyErr_Format(PyExc_TypeError, "expected collective, tensor, result, option");
+    return -1;
+}
+
+/* A caller that gives the most bytes of a tensor holds the lock and has counted the call. */
+static PyObject *run(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
+    int64_t *shared = shared_of(bound);
+    const int collective = collective_of(args, given), counts = given == 4;
+    const int64_t most = counts ? -1 : PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    if (is_held(shared, counts)) return PyLong_FromLong(HELD);
+    shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
+    int64_t status = shared[BEGUN] ? finish(bound, 1) : DONE;
+    if (status == DONE) status = publish_call(bound, collective, args + 1, most, counts, 1);
+    if (status > 0) status = finish(bound, 1);
+    shared[RUNNING] = 0;
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(status);
+}
+
+static PyObject *begin(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
+    int64_t *shared = shared_of(bound);
+    const int collective = collective_of(args, given);
+    if (collective < 0) return NULL;
+    if (is_held(shared, 1)) return PyLong_FromLong(HELD);
+    shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
+    int64_t status = shared[BEGUN] && finish(bound, 0) != DONE ? HELD : DONE;
+    if (status == DONE) status = publish_call(bound, collective, args + 1, -1, 1, 0);
+    if (status > 0) {
+        shared[BEGUN] = status;
+        for (int i = 0; i < 2; i++) slots_of(bound)->tensors[i] = Py_NewRef(args[1 + i]);
+    }
+    shared[RUNNING] = 0;
+    return PyLong_FromLongLong(status);
+}
+
+static PyObject *end(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
+    if (given != 2) return PyErr_Format(PyExc_TypeError, "expected number, waits");
+    int64_t *shared = shared_of(bound);
+    const int64_t number = PyLong_AsLongLong(args[0]);
+    if (PyErr_Occurred()) return NULL;
+    if (shared[BEGUN] != number) return PyLong_FromLong(DONE);
+    if (shared[RUNNING]) return PyLong_FromLong(HELD);
+    shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
+    int status = finish(bound, PyObject_IsTrue(args[1]));
+    shared[RUNNING] = 0;
+    return PyErr_Occurred() ? NULL : PyLong_FromLong(status);
 }
 
 #define FAST(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
-static PyMethodDef collective_definition = FAST(collective, "Run a collective; return 0, or -3 or -4 with nothing done.");
+static PyMethodDef calls[] = {
+    FAST(run, "Run a collective; return 0, or -3 or -4 with nothing done."),
+    FAST(begin, "Publish a collective; return its number, or -3 or -4 with nothing done."),
+    FAST(end, "End the collective of a number, or try to; return 0, or -1, -2 or -4 if it is not over."),
+};
 
-static PyObject *caller(PyObject *module, PyObject *bound) {
+static PyObject *caller(PyObject *Py_UNUSED(module), PyObject *bound) {
     if (!PyTuple_Check(bound) || PyTuple_Size(bound) != 3 || !PyCapsule_IsValid(PyTuple_GetItem(bound, 0), "slots") ||
-        !PyByteArray_Check(PyTuple_GetItem(bound, 2)) || PyByteArray_Size(PyTuple_GetItem(bound, 2)) != 8 * WORDS)
-        return PyErr_Format(PyExc_TypeError, "expected (slots, wait, bytearray of %d words)", WORDS);
-    return PyCFunction_NewEx(&collective_definition, bound, NULL);
+        !PyByteArray_Check(PyTuple_GetItem(bound, 2)) || PyByteArray_Size(PyTuple_GetItem(bound, 2)) != 8 * SHARED)
+        return PyErr_Format(PyExc_TypeError, "expected (slots, wait, bytearray of %d integers)", SHARED);
+    return Py_BuildValue("NNN", PyCFunction_NewEx(&calls[0], bound, NULL), PyCFunction_NewEx(&calls[1], bound, NULL),
+                         PyCFunction_NewEx(&calls[2], bound, NULL));
 }
 
-static PyObject *exchange(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+static PyObject *exchange(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given) {
     if (given != 3) return PyErr_Format(PyExc_TypeError, "expected slots, sequence, code");
     Slots *slots = PyCapsule_GetPointer(args[0], "slots");
     int64_t sequence = PyLong_AsLongLong(args[1]), code = PyLong_AsLongLong(args[2]);
     if (slots == NULL || PyErr_Occurred()) return NULL;
-    slots->sequence = sequence, slots->call.code = code;
+    slots->sequence = sequence;
+    slots->call.code = code;
     publish(slots);
-    return PyLong_FromLong(await(slots, 1));
+    return PyLong_FromLong(await(slots, 1, 1));
 }
 
-static PyObject *state(PyObject *module, PyObject *capsule) {
+static PyObject *state(PyObject *Py_UNUSED(module), PyObject *capsule) {
     Slots *slots = PyCapsule_GetPointer(capsule, "slots");
-    return slots == NULL ? NULL : Py_BuildValue("LL", (long long)slots->exchanges, (long long)slots->call.code);
+    if (slots == NULL) return NULL;
+    return Py_BuildValue("LLL", (long long)slots->exchanges, (long long)slots->sequence, (long long)slots->call.code);
 }
 
-static PyObject *yield_at_most(PyObject *module, PyObject *count) {
+static PyObject *yield_at_most(PyObject *Py_UNUSED(module), PyObject *count) {
     most_yields = PyLong_AsLongLong(count);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* Load a word that ranks share, or store it: data before a store is seen after the load, on every processor. */
-static PyObject *word(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+static PyObject *word(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given) {
     if (given != 1 && given != 2) return PyErr_Format(PyExc_TypeError, "expected address, value");
     _Atomic int64_t *at = PyLong_AsVoidPtr(args[0]);
     const int64_t value = given == 2 ? PyLong_AsLongLong(args[1]) : 0;
@@ -548,11 +737,12 @@ static void take_spans(Reduction how, const int64_t *words, size_t length, int s
             for (size_t r = 0; r < p + m; r++) at[r] = (char *)(intptr_t)sum->addresses[r] + (size_t)first * item;
             reduce(&how, (const char *const *)at, p, at + p, m, (size_t)(left < step ? left : step), streams);
         }
-        begin = end, i += SUM_WORDS + p + m;
+        begin = end;
+        i += SUM_WORDS + p + m;
     }
 }
 
-static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+static PyObject *combine(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given) {
     if (given != 5) return PyErr_Format(PyExc_TypeError, "expected op, divisor, streams, sums, next");
     Reduction how = {0, (int)PyLong_AsLong(args[0]), PyLong_AsLongLong(args[1])};
     const int streams = PyObject_IsTrue(args[2]);
@@ -560,14 +750,15 @@ static PyObject *combine(PyObject *module, PyObject *const *args, Py_ssize_t giv
     Py_ssize_t nbytes;
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[3], &packed, &nbytes) < 0) return NULL;
     if (!PyByteArray_Check(args[4]) || PyByteArray_Size(args[4]) != 8)
-        return PyErr_Format(PyExc_ValueError, "next is no bytearray of 8 bytes");
+        return PyErr_Format(PyExc_ValueError, "next is not a counter; expected a bytearray of 8 bytes");
     const int64_t *words = (const int64_t *)packed;
     const size_t length = (size_t)nbytes / 8;
     for (size_t i = 0; i < length;) {
         const Sum *sum = (const Sum *)(words + i);
         if (length - i < SUM_WORDS || sum->sources < 1 || sum->sources > MOST_OPERANDS || sum->outs < 1 ||
             sum->outs > MOST_OPERANDS || length - i - SUM_WORDS < (size_t)(sum->sources + sum->outs))
-            return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins no sum of 1 to 1024 addresses", i, length);
+            return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins what is not a sum; expected one of 1 to %d addresses",
+                                i, length, MOST_OPERANDS);
         if (sum->dtype < 0 || sum->dtype >= (how.divisor > 1 ? I8 : DTYPES) || how.divisor < 1 || sum->count < 0)
             return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld, %lld elements", (long long)sum->dtype,
                                 (long long)how.divisor, (long long)sum->count);
@@ -586,7 +777,7 @@ typedef uint64_t Pair __attribute__((vector_size(16)));
 enum { PAIRS = 4, BLOCK_BYTES = PAIRS * sizeof(Pair) };
 
 /* Sum words by lane, and those sums: the second ones change where words have changed places. */
-static PyObject *checksum(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+static PyObject *checksum(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t given) {
     if (given != 2) return PyErr_Format(PyExc_TypeError, "expected address, bytes");
     const char *at = PyLong_AsVoidPtr(args[0]);
     const size_t nbytes = PyLong_AsSize_t(args[1]), whole = nbytes / BLOCK_BYTES * BLOCK_BYTES;
@@ -598,21 +789,24 @@ static PyObject *checksum(PyObject *module, PyObject *const *args, Py_ssize_t gi
     for (size_t begin = 0; begin <= whole; begin += BLOCK_BYTES)
         for (size_t i = 0; i < PAIRS; i++) {
             memcpy(&words, (begin < whole ? at + begin : last) + i * sizeof words, sizeof words);
-            sums[i] += words, of_sums[i] += sums[i];
+            sums[i] += words;
+            of_sums[i] += sums[i];
         }
     if (state != NULL) PyEval_RestoreThread(state);
     uint64_t first = 0, second = 0;
-    for (size_t lane = 0; lane < 2 * PAIRS; lane++)
-        first += (2 * lane + 1) * sums[lane / 2][lane % 2], second += (2 * lane + 1) * of_sums[lane / 2][lane % 2];
+    for (size_t lane = 0; lane < 2 * PAIRS; lane++) {
+        first += (2 * lane + 1) * sums[lane / 2][lane % 2];
+        second += (2 * lane + 1) * of_sums[lane / 2][lane % 2];
+    }
     return Py_BuildValue("LL", (long long)first, (long long)second);
 }
 
 static PyMethodDef functions[] = {
     {"open_slots", open_slots, METH_O, "Return a handle of a packed group of ranks."},
     FAST(use_tensors, "Take the functions and types of tensors; return whether `collective` can use them."),
-    {"caller", caller, METH_O, "Return a function for (slots, wait, words) that calls \"wait\" while ranks are late."},
+    {"caller", caller, METH_O, "Return the functions run, begin and end of an engine: (slots, wait, shared)."},
     FAST(exchange, "Publish this rank's slot and wait a little for the others; return 0, -1 or -2."),
-    {"state", state, METH_O, "Return the number of exchanges that this rank has published, and the code of its call."},
+    {"state", state, METH_O, "Return the number of exchanges published, and the number and code of the last call."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},
     FAST(word, "Load the word at an address, or store it; return its value."),
     FAST(checksum, "Return two numbers that change with the bytes at an address, and with their order."),
@@ -625,5 +819,13 @@ PyMODINIT_FUNC PyInit__core(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2")) folds = wide;
 #endif
-    return PyModule_Create(&definition);
+    static const struct { const char *name; long value; } constants[] = {
+        {"SEQUENCE", SEQUENCE}, {"BYTES", BYTES}, {"RUNNING", RUNNING}, {"LOCKED", LOCKED}, {"QUEUED", QUEUED},
+        {"MUST_LOCK", MUST_LOCK}, {"BEGUN", BEGUN}, {"LIMITS", LIMITS}, {"SHARED", SHARED},
+        {"CALLS_PER_POLL", CALLS_PER_POLL},
+    };
+    PyObject *module = PyModule_Create(&definition);
+    for (size_t i = 0; module != NULL && i < sizeof constants / sizeof *constants; i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) Py_CLEAR(module);
+    return module;
 }

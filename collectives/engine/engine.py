@@ -96,19 +96,21 @@ class Engine:
     def __init__(self, resources: GroupResources) -> None:
         self.resources = resources
         self.error: GanglineError | None = None
-        memory = bytearray(8 * (core.LIMITS + core.BARRIER + 1))
-        self._words = memoryview(memory).cast("q")
+        memory = bytearray(8 * core.SHARED)
+        self.shared = memoryview(memory).cast("q")
+        """Integers that `gangline._core` shares, as `compiled_core` numbers them."""
         timeline = recorder.current
-        self.lock = _CallLock(self._words, self._wait_check) if timeline is None else _RecordedLock(self, timeline)
+        self.lock = _CallLock(self.shared, self._wait_check) if timeline is None else _RecordedLock(self, timeline)
         """Held by the thread that runs a collective, unless `gangline._core` runs it."""
-        self.queue = WorkQueue(counter=self._words[core.QUEUED : core.QUEUED + 1])
+        self.queue = WorkQueue(counter=self.shared[core.QUEUED : core.QUEUED + 1])
         self.is_inherited = False
         """True in a fork of the process that opened the communicator; a fork must not use its sockets."""
         self._watchdog = resources.watchdog
+        self._next_check = 0.0
         self._number_of_hosts = len(set(resources.hosts))
-        self._words[core.ENDED] = timeline is not None
-        self.call_compiled = self._compiled_caller(memory)
-        """Runs a collective without the lock if it can: `CompiledSlotExchange.caller` has the arguments."""
+        self.shared[core.MUST_LOCK] = timeline is not None
+        self.run_core, self.begin_core, self._end_core = self._core_functions(memory)
+        """Run, begin and end a collective without the lock if they can: `CompiledSlotExchange.caller` says more."""
         _engines.add(self)
         if resources.transport.name != "in_process":
             membership = resources.membership
@@ -117,16 +119,16 @@ class Engine:
     @property
     def sequence(self) -> int:
         """The number of the communicator's last collective."""
-        return self._words[core.SEQUENCE]
+        return self.shared[core.SEQUENCE]
 
     @property
     def bytes(self) -> int:
         """Bytes that this rank has passed to collectives."""
-        return self._words[core.BYTES]
+        return self.shared[core.BYTES]
 
     def add_bytes(self, nbytes: int) -> None:
         """Count bytes of a collective; the caller holds the lock."""
-        self._words[core.BYTES] += nbytes
+        self.shared[core.BYTES] += nbytes
 
     @property
     def next_number(self) -> int:
@@ -166,15 +168,17 @@ class Engine:
             "waits": [*resources.watchdog.waits(), *resources.messages_watchdog.waits()],
         }
 
-    def settle(self) -> None:
+    def wait_for_pending(self) -> None:
         """Wait for all submitted operations.
 
         Raises:
             NestedCallError: if this thread is inside a collective.
         """
         self.check_outermost()
+        if self.shared[core.BEGUN] and self.error is None:
+            self.end_begun(self.shared[core.BEGUN])
         if self.queue.unfinished and not self.queue.is_running_here():
-            self.queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
+            self.queue.run(lambda: None, Work("wait"), keys=(self,), priority=0)
 
     def check_open(self) -> None:
         """Check that the communicator has neither failed nor been closed.
@@ -188,7 +192,7 @@ class Engine:
     def check_outermost(self) -> None:
         """Raise NestedCallError if this thread is inside a collective, which a signal handler may have interrupted."""
         thread = threading.get_ident()
-        if self._words[core.LOCKED] == thread or self._words[core.RUNNING] == thread:
+        if self.shared[core.LOCKED] == thread or self.shared[core.RUNNING] == thread:
             raise nested_call("a collective")
 
     def _wait_check(self) -> Callable[[], None]:
@@ -228,28 +232,65 @@ class Engine:
         """
         if self.error is not None:
             self.check_open()
-        self._words[core.SEQUENCE] = sequence = self._words[core.SEQUENCE] + 1
-        self._words[core.BYTES] += nbytes
+        if self.shared[core.BEGUN]:
+            self.end_begun(self.shared[core.BEGUN])
+        self.shared[core.SEQUENCE] = sequence = self.shared[core.SEQUENCE] + 1
+        self.shared[core.BYTES] += nbytes
         self._watchdog.begin(sequence, code)
         return sequence
 
-    def _compiled_caller(self, memory: bytearray) -> Callable[..., int]:
+    def _core_functions(self, memory: bytearray) -> tuple[Callable[..., int], ...]:
         slot_exchange, table = self.resources.slot_exchange, self.resources.settings.table
         if not isinstance(slot_exchange, CompiledSlotExchange):
-            return _decline
+            return _decline, _decline, _decline
         key = (self.resources.size, self.resources.transport.name, self._number_of_hosts)
-        for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter"):
-            self._words[core.LIMITS + COLLECTIVES.index(name)] = table.shared_up_to(name, *key)
+        for name in COLLECTIVES[: core.BARRIER]:
+            self.shared[core.LIMITS + COLLECTIVES.index(name)] = table.shared_up_to(name, *key)
         return slot_exchange.caller(self._wait, memory)
 
     def hold(self) -> None:
         """Make all later calls take the lock."""
-        self._words[core.ENDED] = 1
+        self.shared[core.MUST_LOCK] = 1
+
+    def end_begun(self, number: int, *, waits: bool = True) -> bool:
+        """End a collective that was begun; return whether it is over, which it is if this waits.
+
+        Raises:
+            GanglineError: if the communicator has failed before, or fails now.
+        """
+        if self.shared[core.BEGUN] != number:
+            return True
+        self.check_open()
+        self.check_outermost()
+        try:
+            status = self._end_core(number, waits)
+        except BaseException as error:  # noqa: BLE001  raised again
+            raise self.failed(error) from None
+        if waits and status == core.HELD:  # another thread ends it, or runs a later one
+            wait_until(
+                lambda: self.shared[core.BEGUN] != number, lambda _: time.sleep(_RUNNING_SECONDS), self._wait_check()
+            )
+        elif not waits and status == core.NOT_YET:
+            self._check_late(number)
+        return self.shared[core.BEGUN] != number
+
+    def _check_late(self, number: int) -> None:
+        """Check from time to time that the wait for late ranks of the collective that was begun can succeed."""
+        assert isinstance(self.resources.slot_exchange, CompiledSlotExchange)
+        if time.monotonic() < self._next_check:
+            return
+        self._next_check = time.monotonic() + WAIT_CHECK_SECONDS
+        _, code = self.resources.slot_exchange.last_call
+        try:
+            self._watchdog.begin(number, code)
+            self._watchdog.check(())
+        except BaseException as error:  # noqa: BLE001  raised again
+            raise self.failed(error, code) from None
 
     def run_compiled(
         self, collective: int, tensor: object, out: object = None, option: object = None, most: int = -1
     ) -> bool:
-        """Take the lock and run a collective by `call_compiled`, which has the arguments.
+        """Take the lock and run a collective by `run_core`, which has the arguments.
 
         Returns:
             False, without effect, if `gangline._core` does not support the call, or after an error.
@@ -262,16 +303,17 @@ class Engine:
         with self.lock:
             if self.error is not None:
                 return False
-            self._words[core.SEQUENCE] = sequence = self._words[core.SEQUENCE] + 1
+            self.shared[core.SEQUENCE] = sequence = self.shared[core.SEQUENCE] + 1
             try:
-                found = self.call_compiled(collective, tensor, out, option, most)
+                status = self.run_core(collective, tensor, out, option, most)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise self.failed(error) from None
-            if found != core.DONE:
-                self._words[core.SEQUENCE] = sequence - 1
+            if status != core.DONE:
+                self.shared[core.SEQUENCE] = sequence - 1
                 return False
-            self._words[core.BYTES] += nbytes_of(slot_exchange.code)
-            self._watchdog.begin(sequence, slot_exchange.code)
+            _, code = slot_exchange.last_call
+            self.shared[core.BYTES] += nbytes_of(code)
+            self._watchdog.begin(sequence, code)
         return True
 
     def _wait(self) -> None:
@@ -280,31 +322,32 @@ class Engine:
         Raises:
             GanglineError: if the communicator fails.
         """
-        slot_exchange, sequence = self.resources.slot_exchange, self.sequence
+        slot_exchange = self.resources.slot_exchange
         assert isinstance(slot_exchange, CompiledSlotExchange)
-        self._watchdog.begin(sequence, slot_exchange.code)
-        elsewhere = slot_exchange.wait(sequence)
-        if elsewhere:
-            raise self.mismatch(sequence, slot_exchange.code, elsewhere)
+        sequence, code = slot_exchange.last_call
+        self._watchdog.begin(sequence, code)
+        mismatched = slot_exchange.wait()
+        if mismatched:
+            raise self.mismatch(sequence, code, mismatched)
 
     def failed(self, error: BaseException, code: int | None = None) -> BaseException:
         """End the communicator on all ranks after an error inside a collective; return the error to raise.
 
         Args:
             error: the error.
-            code: `CallSignature.code` of the collective; None: the last one of `call_compiled`.
+            code: `CallSignature.code` of the collective; None: the last one of the core.
         """
         if code is None:
             slot_exchange = self.resources.slot_exchange
             if not isinstance(slot_exchange, CompiledSlotExchange):  # an interrupt: no collective was begun
                 return error
-            code = slot_exchange.code
+            _, code = slot_exchange.last_call
         if isinstance(error, MisplacedMessageError):
             error = self._disagreement(error, code)
         reason = error
         if not isinstance(reason, GanglineError):
-            words = f"rank {self.resources.rank} left {CallSignature.from_code(code)} by {type(error).__name__}"
-            reason = GanglineError(f"{words}: {error}" if str(error) else words)
+            text = f"rank {self.resources.rank} left {CallSignature.from_code(code)} by {type(error).__name__}"
+            reason = GanglineError(f"{text}: {error}" if str(error) else text)
         self.end(reason)
         self.resources.membership.fail(reason)
         return error
@@ -317,7 +360,7 @@ class Engine:
         self.check_outermost()
         with self.lock:
             if self.error is None:
-                self._words[core.SEQUENCE] += 1
+                self.shared[core.SEQUENCE] += 1
                 self.resources.membership.refuse(self.sequence, f"{call}: {type(error).__name__}: {error}")
 
     def end(self, error: GanglineError) -> None:
@@ -356,27 +399,27 @@ class Engine:
         """
         slot_exchange = self.resources.slot_exchange
         assert slot_exchange is not None
-        parity, elsewhere = slot_exchange.publish_and_wait(sequence, code)
-        if elsewhere:
-            raise self.mismatch(sequence, code, elsewhere)
+        parity, mismatched = slot_exchange.publish_and_wait(sequence, code)
+        if mismatched:
+            raise self.mismatch(sequence, code, mismatched)
         return parity
 
-    def mismatch(self, sequence: int, code: int, elsewhere: dict[int, tuple[int, int]]) -> GanglineError:
-        """Return the error of a call in which other ranks are ``elsewhere``: rank -> (sequence, code).
+    def mismatch(self, sequence: int, code: int, mismatched: dict[int, tuple[int, int]]) -> GanglineError:
+        """Return the error of a call in which other ranks are ``mismatched``: rank -> (sequence, code).
 
         Raises:
             MisplacedMessageError: if a rank has refused a call in between.
         """
-        for source, message_tag in elsewhere.items():
+        for source, message_tag in mismatched.items():
             if message_tag[0] != sequence:
                 raise MisplacedMessageError(source, MessageTag(*message_tag))
-        return mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **elsewhere})
+        return mismatch({**dict.fromkeys(range(self.resources.size), (sequence, code)), **mismatched})
 
     def close(self) -> None:
         """Finish submitted operations, announce the end to the other ranks, and release all resources."""
         withdraw(self)
         self.queue.close()
-        self.call_compiled = _decline  # which refers to this engine
+        self.run_core = self.begin_core = self._end_core = _decline  # they refer to this engine
         closed = GanglineError("the communicator is closed")
         self.end(closed)
         membership = self.resources.membership
@@ -407,8 +450,8 @@ class Engine:
     def leave_to_parent(self) -> None:
         """Make every call of a forked process raise an error; the lock may be in use by the parent's threads."""
         self.is_inherited = True
-        self._words[core.RUNNING] = self._words[core.LOCKED] = 0
-        self.lock = _CallLock(self._words, self._wait_check)
+        self.shared[core.RUNNING] = self.shared[core.LOCKED] = self.shared[core.BEGUN] = 0
+        self.lock = _CallLock(self.shared, self._wait_check)
         self.hold()
         self.error = GanglineError(
             f"this communicator belongs to process {os.getppid()}, from which this one was forked: open another one "
@@ -439,9 +482,9 @@ class _CallLock:
     It is reentrant, for calls of several collectives. `Engine.check_outermost` keeps signal handlers out.
     """
 
-    def __init__(self, words: memoryview, wait_check: Callable[[], Callable[[], None]]) -> None:
-        """Use an engine's words; ``wait_check`` returns the check of a thread that waits for another one's call."""
-        self._words = words
+    def __init__(self, shared: memoryview, wait_check: Callable[[], Callable[[], None]]) -> None:
+        """Use an engine's integers; ``wait_check`` returns the check of a thread that waits for another one's call."""
+        self._shared = shared
         self._wait_check = wait_check
         self._lock = threading.RLock()
         self._depth = 0
@@ -466,11 +509,11 @@ class _CallLock:
         if not self._lock.acquire(blocking=False):
             wait_until(lambda: self._lock.acquire(timeout=WAIT_CHECK_SECONDS), lambda _: None, self._wait_check())
         self._depth += 1
-        self._words[core.LOCKED] = threading.get_ident()
-        if self._words[core.RUNNING]:
+        self._shared[core.LOCKED] = threading.get_ident()
+        if self._shared[core.RUNNING]:
             try:
                 wait_until(
-                    lambda: not self._words[core.RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), self._wait_check()
+                    lambda: not self._shared[core.RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), self._wait_check()
                 )
             except BaseException:
                 self._release()
@@ -479,19 +522,19 @@ class _CallLock:
     def _release(self) -> None:
         self._depth -= 1
         if not self._depth:
-            self._words[core.LOCKED] = 0
+            self._shared[core.LOCKED] = 0
         self._lock.release()
 
     def is_free(self) -> bool:
         """Return whether no collective runs."""
-        return not self._words[core.LOCKED] and not self._words[core.RUNNING]
+        return not self._shared[core.LOCKED] and not self._shared[core.RUNNING]
 
 
 class _RecordedLock(_CallLock):
     """Call lock that records each collective as a span of the timeline."""
 
     def __init__(self, engine: Engine, timeline: Timeline) -> None:
-        super().__init__(engine._words, engine._wait_check)
+        super().__init__(engine.shared, engine._wait_check)
         self._engine, self._timeline = engine, timeline
         self._began = self._number = 0
 

@@ -264,7 +264,7 @@ class HostCollectives:
             began = time.perf_counter()
             if way:
                 self._by_schedule(source, flat, op, plan, message_tag)
-            elif engine.call_compiled(ALL_REDUCE, source, flat, op, flat.nbytes) != DONE:
+            elif engine.run_core(ALL_REDUCE, source, flat, op, flat.nbytes) != DONE:
                 raise ValueError(_NO_MEMORY.format(tuple(flat.shape)))
             costs.note(way, time.perf_counter() - began)
 

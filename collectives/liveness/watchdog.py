@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from gangline.collectives.call_signature import CallSignature
+from gangline.collectives.compiled_core import CALLS_PER_POLL
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
 from gangline.collectives.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
 from gangline.collectives.liveness.membership import CLOSED, PROPOSALS, Membership
@@ -15,8 +16,6 @@ from gangline.collectives.liveness.status_socket import Wait
 
 _log = logging.getLogger("gangline")
 
-CALLS_PER_POLL = 256
-"""Number of calls after which a rank that never waits reads announcements, which would fill its memory."""
 _WAITING_SECONDS = 0.5
 """Maximum time between two checks of a waiting thread."""
 

@@ -24,7 +24,7 @@ SLOT = 1 << 12
 DTYPES = ("f4", "f8", "f2", None, "i1", "i2", "i4", "i8", "u1")  # None: bfloat16, which numpy lacks
 OPS: tuple[Any, ...] = (np.add, np.add, np.multiply, np.minimum, np.maximum)
 NAMES = ("sum", "mean", "product", "min", "max")
-ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, BARRIER = 0, 2, 3, 4, 8
+ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER, SCATTER, BARRIER = range(9)
 CALLS = [
     (dtype, op, count, flag)
     for dtype, name in enumerate(DTYPES)
@@ -112,10 +112,10 @@ def reduce_in_threads(core: Any, size: int) -> None:
 
     def run_rank(rank: int) -> None:
         slots = core.open_slots(memory.group(rank))
-        state = bytearray(8 * 15)  # compiled_core's words
-        words = memoryview(state).cast("q")
-        words[6:] = memoryview(struct.pack("9q", *[1 << 30] * 9)).cast("q")
-        collective = core.caller((slots, lambda: time.sleep(0), state))
+        state = bytearray(8 * core.SHARED)
+        shared = memoryview(state).cast("q")
+        shared[core.LIMITS :] = memoryview(struct.pack("9q", *[1 << 30] * 9)).cast("q")
+        collective, begin, end = core.caller((slots, lambda: time.sleep(0), state))
         for sequence, (dtype, op, count, is_in_place) in enumerate(CALLS, 1):
             tensor = given(rank, dtype, count)
             out = tensor if is_in_place else np.empty_like(tensor)
@@ -131,17 +131,30 @@ def reduce_in_threads(core: Any, size: int) -> None:
                     (ALL_GATHER, own, np.empty_like(rows), None, rows),
                     (BROADCAST, own, own, size - 1, rows[-1]),
                     (REDUCE_SCATTER, np.stack([rows[rank]] * size), row, NAMES[op], total),
+                    (ALL_TO_ALL, np.stack([rows[rank]] * size), np.empty_like(rows), None, rows),
+                    (REDUCE, rows[rank].copy(), np.empty_like(row), (0, NAMES[op]), None if rank else total),
+                    (GATHER, rows[rank].copy(), None if rank else np.empty_like(rows), 0, None if rank else rows),
+                    (SCATTER, None if rank else rows, np.empty_like(row), 0, rows[rank]),
                 ]
-            for number, operand, result, option, wanted in calls:
-                found = collective(number, operand, result, option)
+            unchecked: list[tuple[Any, Any]] = []
+            for place, (number, operand, result, option, wanted) in enumerate(calls):
+                unchecked.append((result, wanted))
+                is_begun = (sequence + place + rank) % 3 == 0  # other ranks run it, or begin it too
+                found = begin(number, operand, result, option) if is_begun else -4
+                if found > 0 and place % 2 and place + 1 < len(calls):
+                    continue  # the next call ends it
+                found = end(found, True) if found > 0 else collective(number, operand, result, option)
                 if found == -4:  # each 256th call must take the lock
-                    words[3], words[0] = threading.get_ident(), words[0] + 1
-                    found, words[3] = collective(number, operand, result, option, -1), 0
-                if found < 0 or not (wanted is None or np.array_equal(result, wanted)):
+                    shared[core.LOCKED] = threading.get_ident()
+                    shared[core.SEQUENCE] += 1
+                    found = collective(number, operand, result, option, -1)
+                    shared[core.LOCKED] = 0
+                if found < 0 or not all(w is None or np.array_equal(r, w) for r, w in unchecked):
                     problems.append(f"rank {rank}: {number} {DTYPES[dtype]} {NAMES[op]} {count}: {found}")
                     return
+                unchecked.clear()
             if core.exchange(slots, sequence, 7) == -1:
-                count_now, _ = core.state(slots)
+                count_now, *_ = core.state(slots)
                 while not all(memory.words[other, 16 + 16 * (count_now & 1)] >= count_now for other in range(size)):
                     time.sleep(0)
 

@@ -178,11 +178,11 @@ def _in_threads(comm: Communicator) -> list[float]:
     if comm.rank == 0:
         first = threading.Thread(target=comm.barrier)
         first.start()
-        while not comm._engine._words[compiled_core.RUNNING]:
+        while not comm._engine.shared[compiled_core.RUNNING]:
             time.sleep(0.001)
         second = threading.Thread(target=comm.all_reduce, args=(found[:1].fill_(1),))
         second.start()
-        while not comm._engine._words[compiled_core.LOCKED]:  # it waits for the barrier
+        while not comm._engine.shared[compiled_core.LOCKED]:  # it waits for the barrier
             time.sleep(0.001)
         comm._messages.send(torch.zeros(1), 1, 0).wait()
         first.join()
@@ -204,16 +204,19 @@ def test_calls_of_threads_run_one_after_another() -> None:
 
 @needs_core
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 bytes describe no group of 1 to 1024 ranks"):
+    with pytest.raises(ValueError, match="3 bytes are not a group; expected one of 1 to 1024 ranks"):
         core.open_slots(b"abc")
     one, whole = [torch.zeros(1)], packed(0, 1, [torch.zeros(1)], [torch.zeros(1)])
     for sums, begin in ((packed(0, 1, [], one), 0), (packed(0, 1, one, []), 0), (whole[:-8], 0), (whole + bytes(8), 6)):
-        with pytest.raises(ValueError, match=f"word {begin} of {len(sums) // 8} begins no sum of 1 to 1024 addresses"):
+        with pytest.raises(
+            ValueError,
+            match=f"word {begin} of {len(sums) // 8} begins what is not a sum; expected one of 1 to 1024 addresses",
+        ):
             core.combine(0, 1, False, sums, bytearray(8))
     with pytest.raises(ValueError, match="dtype 6, divisor 2, 1 elements"):
         core.combine(0, 2, False, packed(6, 1, one, one), bytearray(8))
     for counter in (8, bytearray(4), bytes(8)):
-        with pytest.raises(ValueError, match="next is no bytearray of 8 bytes"):
+        with pytest.raises(ValueError, match="next is not a counter; expected a bytearray of 8 bytes"):
             core.combine(0, 1, False, whole, counter)
     with pytest.raises((ValueError, TypeError)):
         core.exchange("no handle", 1, 1)

@@ -423,6 +423,6 @@ def test_an_interrupt_before_a_call_without_the_core_stays_an_interrupt() -> Non
     def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
 
-    comm._call_compiled = interrupt
+    comm._run_core = interrupt
     with comm, pytest.raises(KeyboardInterrupt):
         comm.all_reduce(torch.ones(2))

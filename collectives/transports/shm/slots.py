@@ -114,43 +114,42 @@ class CompiledSlotExchange(SharedSlotExchange):
             words += [segment.address, segment.address + _CACHE_LINE, slots, slots + SLOT_BYTES, asleep]
         assert core is not None
         self._handle = core.open_slots(struct.pack(f"{len(words)}q", *words))
-        self._state: Callable[[], tuple[int, int]] = partial(core.state, self._handle)
+        self._state: Callable[[], tuple[int, int, int]] = partial(core.state, self._handle)
 
     @property
     def parity(self) -> int:  # noqa: D102
         return (self._state()[0] + 1) & 1
 
     @property
-    def code(self) -> int:
-        """Code of the last collective that was begun."""
-        return self._state()[1]
+    def last_call(self) -> tuple[int, int]:
+        """Number and code of the last collective that was begun."""
+        return self._state()[1:]
 
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
         assert core is not None
-        found = core.exchange(self._handle, sequence, code)
-        count, _ = self._state()
-        return count & 1, self._wait(count, sequence, code) if found else {}
+        status = core.exchange(self._handle, sequence, code)
+        count = self._state()[0]
+        return count & 1, self._wait(count, sequence, code) if status else {}
 
-    def caller(self, wait: Callable[[], None], words: bytearray) -> Callable[..., int]:
-        """Return a function that runs a collective of plain tensors, contiguous and on the CPU.
+    def caller(self, wait: Callable[[], None], shared: bytearray) -> tuple[Callable[..., int], ...]:
+        """Return three functions that run, begin and end a collective of plain tensors, contiguous and on the CPU.
 
-        Its arguments are a number in `call_signature.COLLECTIVES`; a tensor; a tensor for the result, or None to work
-        in place; the operation of a reduction or the root of a broadcast; and, by a caller that holds the lock and has
-        counted the call, the maximum bytes of a tensor, -1 for the table's. It returns `compiled_core.DONE`, or without
-        effect DECLINED for other calls or HELD if the call must take the lock.
+        The first two take the collective's number; a tensor, or None where it has none; a tensor for the result, or
+        None to work in place; and the operation, the root, or (root, operation) of a reduce. A caller that holds the
+        lock and has counted the call also gives the maximum bytes of a tensor, -1 for the table's. They return, without
+        effect, `compiled_core.DECLINED` for other calls or HELD if the call must take the lock; else DONE, or the
+        number of a call that has begun. The third one takes that number, and whether to wait for late ranks.
 
         Args:
             wait: waits once for late ranks.
-            words: the engine's, as `compiled_core` numbers them.
+            shared: the engine's integers, as `compiled_core` numbers them.
         """
         assert core is not None
-        found: Callable[..., int] = core.caller((self._handle, wait, words))
-        return found
+        return core.caller((self._handle, wait, shared))
 
-    def wait(self, sequence: int) -> dict[int, tuple[int, int]]:
+    def wait(self) -> dict[int, tuple[int, int]]:
         """Wait for the exchange that was begun; return rank -> (sequence, code) of ranks in another call."""
-        count, code = self._state()
-        return self._wait(count, sequence, code)
+        return self._wait(*self._state())
 
 
 def _has_count(marks: Words, count: int) -> bool:
