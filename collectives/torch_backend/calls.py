@@ -18,7 +18,15 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
-from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, REDUCE_SCATTER
+from gangline.collectives.compiled_core import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+)
 from gangline.collectives.eager import has_modes, leave_modes, run_eagerly
 from gangline.collectives.engine.host_staging import data_of
 from gangline.collectives.errors import GanglineError, MismatchError, NestedCallError
@@ -31,7 +39,14 @@ from gangline.collectives.torch_backend.c10d import (
     recording_group,
 )
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.torch_backend.work import CoalescedWork, FinishedWork, GroupWork, MessageWork, tensors_in
+from gangline.collectives.torch_backend.work import (
+    BegunWork,
+    CoalescedWork,
+    FinishedWork,
+    GroupWork,
+    MessageWork,
+    tensors_in,
+)
 from gangline.collectives.work import NoThreadError, Work, WorkQueue
 
 Tensors = Tensor | Sequence[Tensor]
@@ -346,7 +361,10 @@ def _in_rows(size: int, out: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _new_rows(size: int, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tensor | None]:
-    (outs,), (tensor,) = outputs, inputs
+    (tensor,) = inputs
+    if not outputs:  # of a gather, on other ranks than the root
+        return tensor, None
+    (outs,) = outputs
     shape, dtype = tensor.shape, tensor.dtype
     for out in outs:
         if type(out) is not Tensor or not out.is_cpu or out.dtype != dtype or out.shape != shape or out.is_inference():
@@ -374,7 +392,7 @@ class _Row(NamedTuple):
 _TABLE = (
     _Row("allreduce", _all_reduce, "tensors", ALL_REDUCE),
     _Row("allreduce_coalesced", _all_reduce, "tensors", calls=zip),
-    _Row("reduce", _reduce, "tensors"),
+    _Row("reduce", _reduce, "tensors", REDUCE),
     _Row("broadcast", _broadcast, "tensors", BROADCAST),
     _Row("allgather", _all_gather, small=ALL_GATHER, rows=_new_rows),
     _Row("allgather_coalesced", _all_gather, calls=_transposed),
@@ -385,7 +403,7 @@ _TABLE = (
         "reduce_scatter_single _reduce_scatter_base", _reduce_scatter_single, "output tensor", REDUCE_SCATTER, _in_rows
     ),
     _Row("reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced", _reduce_scatter_single, calls=_pairs),
-    _Row("gather", _gather),
+    _Row("gather", _gather, small=GATHER, rows=_new_rows),
     _Row("gather_single gather_into_tensor", _gather_single, "output tensor"),  # which torch calls since 2.14
     _Row("scatter", _scatter),
     _Row("alltoall", _all_to_all),
@@ -411,7 +429,7 @@ def _method_of(row: _Row) -> Callable[..., Any]:
         queue = self._queue
         if (
             small is not None
-            and getattr(opts, "asyncOp", None) is False  # only torch's options have it
+            and (is_async := getattr(opts, "asyncOp", None)) is not None  # only torch's options have it
             and len(args) + len(kwargs) == number_of_tensors + 1
             and not (queue.counter[0] or queue.runner or self._limit or self._coalesced is not None)
             and not (is_profiled() or has_dispatch_modes() or is_inference_mode_enabled())
@@ -430,12 +448,17 @@ def _method_of(row: _Row) -> Callable[..., Any]:
                 tensor = tensor[0] if len(tensor) == 1 else None
             if has_op:
                 option = _OPS.get(hash(opts.reduceOp))
+                if has_root:
+                    option = opts.rootRank, option
             elif has_root:
                 option = opts.rootRank
             is_here = tensor is opts or getattr(tensor, "is_cpu", False)
-            if is_here and self.communicator.run_small(small, tensor, out, option):
+            if is_here and is_async and rows is not _new_rows:
+                if (begun := self._begin_small(small, tensor, out, option)) is not None:
+                    return begun
+            elif is_here and not is_async and self.communicator.run_small(small, tensor, out, option):
                 self._calls += 1
-                if rows is _new_rows:
+                if rows is _new_rows and out is not None:
                     for one, values in zip(args[0][0], out, strict=True):
                         one.data.copy_(values)
                 finished = FinishedWork()
@@ -536,8 +559,7 @@ class GroupCollectives:
         return self._calls
 
     def _wait_for_pending_works(self) -> None:
-        if self._queue.unfinished:
-            self._queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
+        self._queue.run(self.communicator._engine.wait_for_pending, Work("wait"), keys=(self,), priority=0)
 
     def _finish(self) -> None:
         self._queue.close()
@@ -552,6 +574,16 @@ class GroupCollectives:
         former.close()
 
     # Every call
+
+    def _begin_small(self, small: int, tensor: Any, out: Tensor | None, option: Any) -> BegunWork | None:
+        """Begin a call that `wait` ends; return None if that is not possible, or slower than the queue's thread."""
+        written = [] if small == BARRIER else [tensor if out is None else out]
+        if sum(map(Tensor.numel, written)) > _SMALL_ELEMENTS:
+            return None
+        if (work := self.communicator.begin_small(small, tensor, out, option)) is None:
+            return None
+        self._calls += 1
+        return BegunWork(work, written, partial(self._queue.submit, keys=(self,), priority=0))
 
     def _call_other_backend(
         self, names: Sequence[str], tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.futures import Future, collect_all
 from gangline.collectives.eager import has_modes, run_eagerly
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range
-from gangline.collectives.work import Work, nesting
+from gangline.collectives.work import NoThreadError, Work, nesting
 
 _ABORT_SECONDS = 5.0  # for an aborted call to end; takes about 10 ms
 _NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
@@ -201,14 +202,42 @@ class MessageWork(GroupWork):
         with self._lock:
             is_first, self._is_awaited = not self._is_awaited, True
         if is_first:
-            threading.Thread(target=self._finish, name="gangline-future", daemon=True).start()
+            self._begin_waiting()
         return future
 
     _is_awaited = False
 
+    def _begin_waiting(self) -> None:
+        threading.Thread(target=self._finish, name="gangline-future", daemon=True).start()
+
     def _finish(self) -> None:
         with suppress(Exception):  # the future holds it
             self.run(self._work.wait)
+
+
+@run_eagerly
+class BegunWork(MessageWork):
+    """Handle of a collective that `Communicator.begin_small` has begun; only its future needs the queue's thread.
+
+    Args:
+        work: gangline's handle of the collective.
+        tensors: tensors that it writes.
+        submit: function that runs an operation in the group's queue.
+    """
+
+    def __init__(self, work: Work, tensors: Any, submit: Callable[[Callable[[], None], Work], None]) -> None:
+        super().__init__(work, tensors)
+        self._submit = submit
+
+    def _begin_waiting(self) -> None:
+        begun = self._work
+        if not begun.is_completed():
+            self._work = Work(begun._name)
+            with suppress(NoThreadError):
+                self._submit(partial(self.run, begun.wait), self._work)
+                return
+        self._work = begun
+        self._finish()
 
 
 @run_eagerly
