@@ -9,35 +9,21 @@ from datetime import timedelta
 from functools import cached_property, partial
 from functools import reduce as reduce_values
 from inspect import signature
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_inference_mode_enabled
-from torch._C._functorch import maybe_current_level
+from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from gangline.collectives import compiled_core as core
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
-from gangline.collectives.compiled_core import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-)
 from gangline.collectives.eager import has_modes, leave_modes, run_eagerly
 from gangline.collectives.engine.host_staging import data_of
 from gangline.collectives.errors import GanglineError, MismatchError, NestedCallError
-from gangline.collectives.torch_backend.c10d import (
-    begin_range,
-    end_range,
-    has_dispatch_modes,
-    is_fake,
-    is_profiled,
-    recording_group,
-)
+from gangline.collectives.torch_backend import c10d
+from gangline.collectives.torch_backend.c10d import has_dispatch_modes, is_fake, is_profiled
 from gangline.collectives.torch_backend.other_devices import OtherDevices
 from gangline.collectives.torch_backend.work import (
     BegunWork,
@@ -85,7 +71,8 @@ def _op_of(reduce_op: Any) -> Op:
     return op
 
 
-# Collectives in torch's forms (lists, split sizes, bitwise operations, means of integers) on a communicator
+# Collectives in torch's forms (lists, split sizes, bitwise operations, means of integers) on a communicator. Their
+# tensors are those that `_data_in` returns.
 
 
 def _reduced(
@@ -118,112 +105,88 @@ def _mean_of_integers(rows: Tensor) -> Tensor:
 
 
 def _all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
-    """Reduce a tensor in place, on all ranks."""
     if tensor.is_sparse:
         _all_reduce_sparse(comm, tensor, op)
-        return
-    data = data_of(tensor)
-    _reduced(tensor, op, partial(comm.all_reduce, data), partial(comm.all_gather, data), data)
+    else:
+        _reduced(tensor, op, partial(comm.all_reduce, tensor), partial(comm.all_gather, tensor), tensor)
 
 
 def _reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
-    """Reduce a tensor in place at the root; other ranks' tensors are unchanged."""
-    data = data_of(tensor)
-    _reduced(tensor, op, partial(comm.reduce, data, root), partial(comm.gather, data, root), data)
+    _reduced(tensor, op, partial(comm.reduce, tensor, root), partial(comm.gather, tensor, root), tensor)
 
 
 def _reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: Op) -> None:
-    """Reduce tensors of (size, *out.shape), or concatenated along the first axis; each rank gets its row."""
-    rows, data = data_of(_rows("the input", tensor, comm.size, out.shape)), data_of(out)
-    _reduced(tensor, op, partial(comm.reduce_scatter, rows, out=data), partial(comm.all_to_all, rows), data)
+    rows = _rows("the input", tensor, comm.size, out.shape)
+    _reduced(tensor, op, partial(comm.reduce_scatter, rows, out=out), partial(comm.all_to_all, rows), out)
 
 
 def _reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
     """Reduce lists of tensors; each rank gets the one at its rank. Sizes may differ between the entries."""
     _check_list("input", tensors, comm.size)
     if _are_even(tensors):
-        _reduce_scatter_single(comm, out, torch.stack([data_of(tensor).reshape(out.shape) for tensor in tensors]), op)
+        _reduce_scatter_single(comm, out, torch.stack([tensor.reshape(out.shape) for tensor in tensors]), op)
         return
     for rank, tensor in enumerate(tensors):
-        summed = data_of(tensor).clone()
+        summed = tensor.clone()
         _reduce(comm, summed, rank, op)
         if rank == comm.rank:
-            data_of(out).copy_(summed)
-
-
-def _broadcast(comm: Communicator, tensor: Tensor, root: int) -> None:
-    comm.broadcast(as_supported_dtype(tensor), root)
-
-
-def _all_gather_single(comm: Communicator, out: Tensor, tensor: Tensor) -> None:
-    _, rows = _out_rows(comm.size, out, tensor)
-    comm.all_gather(as_supported_dtype(tensor), as_supported_dtype(rows))
+            out.copy_(summed)
 
 
 def _all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> None:
     """Gather every rank's tensor into one of ``outs``; sizes may differ if all ranks pass the same sizes."""
     _check_list("output", outs, comm.size)
     if _are_even(outs) and tensor.nbytes < _DIRECT_BYTES:
-        _unpack(comm.all_gather(as_supported_dtype(tensor)), outs)
+        _unpack(comm.all_gather(tensor), outs)
         return
     if outs[comm.rank].numel() != tensor.numel() or outs[comm.rank].dtype != tensor.dtype:
         raise ValueError(
             f"the input tensor is {tuple(tensor.shape)} of {tensor.dtype}; expected the size of its entry in the "
             f"output list, {tuple(outs[comm.rank].shape)} of {outs[comm.rank].dtype}"
         )
-    comm.all_to_all_uneven([as_supported_dtype(tensor)] * comm.size, [*map(as_supported_dtype, outs)])
+    comm.all_to_all_uneven([tensor] * comm.size, outs)
+
+
+def _all_gather_single(comm: Communicator, out: Tensor, tensor: Tensor) -> None:
+    comm.all_gather(tensor, _rows("the output", out, comm.size, tensor.shape))
 
 
 def _gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-    """Gather every rank's tensor, all of one size, into the root's ``outs``."""
     if comm.rank == root:
         _check_list("output", outs, comm.size, one_size=True)
-    rows = comm.gather(as_supported_dtype(tensor), root)
-    if rows is not None:
+    if (rows := comm.gather(tensor, root)) is not None:
         _unpack(rows, outs)
 
 
 def _gather_single(comm: Communicator, out: Tensor, tensor: Tensor, root: int) -> None:
-    rows = as_supported_dtype(_rows("the output", out, comm.size, tensor.shape)) if comm.rank == root else None
-    comm.gather(as_supported_dtype(tensor), root, rows)
+    comm.gather(tensor, root, _rows("the output", out, comm.size, tensor.shape) if comm.rank == root else None)
 
 
 def _scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], root: int) -> None:
-    """Send each rank one of the root's tensors, all of one size."""
-    own, rows = as_supported_dtype(out), None
+    rows = None
     if comm.rank == root:
         _check_list("input", tensors, comm.size, one_size=True)
-        rows = torch.stack([as_supported_dtype(tensor).reshape(own.shape) for tensor in tensors])
-    comm.scatter(rows, own, root)
+        rows = torch.stack([tensor.reshape(out.shape) for tensor in tensors])
+    comm.scatter(rows, out, root)
 
 
 def _all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Send tensor j to rank j and receive output i from rank i; all may differ in size."""
     _check_list("output", outs, comm.size)
     _check_list("input", tensors, comm.size)
-    comm.all_to_all_uneven([*map(as_supported_dtype, tensors)], [*map(as_supported_dtype, outs)])
+    comm.all_to_all_uneven(tensors, outs)
 
 
 def _all_to_all_single(
     comm: Communicator, out: Tensor, tensor: Tensor, out_splits: Sequence[int] | None, splits: Sequence[int] | None
 ) -> None:
-    """Run `all_to_all` on slices along the first axis; without split sizes the slices are equal."""
-    sent, received, size = as_supported_dtype(tensor), as_supported_dtype(out), comm.size
-    parts = _rows_of_slices("the input", sent, splits, size)
-    out_parts = _rows_of_slices("the output", received, out_splits, size)
+    """Send slices along the first axis; without split sizes they are equal."""
+    parts = _rows_of_slices("the input", tensor, splits, comm.size)
+    out_parts = _rows_of_slices("the output", out, out_splits, comm.size)
     if splits or out_splits:
-        comm.all_to_all_uneven(torch.split(sent, parts), torch.split(received, out_parts))
+        comm.all_to_all_uneven(torch.split(tensor, parts), torch.split(out, out_parts))
     else:
-        rows = _rows("the input", sent, size, (parts[0], *sent.shape[1:]))
-        comm.all_to_all(rows, _rows("the output", received, size, (out_parts[0], *received.shape[1:])))
-
-
-def as_supported_dtype(tensor: Tensor) -> Tensor:
-    """Return a view of a dtype that communicators support; sparse and quantised tensors have none."""
-    data = data_of(tensor)
-    if data.dtype in DTYPES:
-        return data
-    return data.view(_SAME_SIZE.get(data.itemsize, data.dtype))
+        rows = _rows("the input", tensor, comm.size, (parts[0], *tensor.shape[1:]))
+        comm.all_to_all(rows, _rows("the output", out, comm.size, (out_parts[0], *out.shape[1:])))
 
 
 def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Op) -> None:
@@ -294,12 +257,11 @@ def _rows_of_slices(name: str, tensor: Tensor, splits: Sequence[int] | None, siz
 
 def _unpack(rows: Any, outs: Sequence[Tensor]) -> None:
     for out, row in zip(outs, rows, strict=True):
-        data = as_supported_dtype(out)
-        if data.dtype != row.dtype or data.numel() != row.numel():
+        if out.dtype != row.dtype or out.numel() != row.numel():
             raise ValueError(
                 f"an output tensor is {tuple(out.shape)} of {out.dtype}; expected {row.numel()} values of {row.dtype}"
             )
-        data.copy_(row.view(data.shape))
+        out.copy_(row.view(out.shape))
 
 
 def _are_even(tensors: Sequence[Tensor]) -> bool:
@@ -315,6 +277,19 @@ def _check_list(kind: str, tensors: Sequence[Tensor], size: int, *, one_size: bo
 
 
 # Conversion of the tensors in torch's calls
+
+
+def as_supported_dtype(tensor: Tensor) -> Tensor:
+    """Return a view of a dtype that communicators support; sparse and quantised tensors have none."""
+    data = data_of(tensor)
+    return data if data.dtype in DTYPES else data.view(_SAME_SIZE.get(data.itemsize, data.dtype))
+
+
+def _data_in(argument: Any, moves: bool) -> Any:
+    """Return an argument with the data of its tensors: of a supported dtype if they are only moved."""
+    if isinstance(argument, Tensor):
+        return as_supported_dtype(argument) if moves else argument if argument.is_sparse else data_of(argument)
+    return [_data_in(one, moves) for one in argument] if isinstance(argument, (list, tuple)) else argument
 
 
 def _exactly(tensors: Any, count: int) -> list[Tensor]:
@@ -353,11 +328,11 @@ def _transposed(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -
 
 
 def _out_rows(size: int, out: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    return tensor, _rows("the output", out, size, tensor.shape)
+    return tensor, out if out.dim() > tensor.dim() else out.view(size, *tensor.shape)
 
 
 def _in_rows(size: int, out: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    return _rows("the input", tensor, size, out.shape), out
+    return tensor if tensor.dim() > out.dim() else tensor.view(size, *out.shape), out
 
 
 def _new_rows(size: int, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -390,25 +365,25 @@ class _Row(NamedTuple):
 
 
 _TABLE = (
-    _Row("allreduce", _all_reduce, "tensors", ALL_REDUCE),
+    _Row("allreduce", _all_reduce, "tensors", core.ALL_REDUCE),
     _Row("allreduce_coalesced", _all_reduce, "tensors", calls=zip),
-    _Row("reduce", _reduce, "tensors", REDUCE),
-    _Row("broadcast", _broadcast, "tensors", BROADCAST),
-    _Row("allgather", _all_gather, small=ALL_GATHER, rows=_new_rows),
+    _Row("reduce", _reduce, "tensors", core.REDUCE),
+    _Row("broadcast", Communicator.broadcast, "tensors", core.BROADCAST),
+    _Row("allgather", _all_gather, small=core.ALL_GATHER, rows=_new_rows),
     _Row("allgather_coalesced", _all_gather, calls=_transposed),
-    _Row("all_gather_single _allgather_base", _all_gather_single, "output tensor", ALL_GATHER, _out_rows),
+    _Row("all_gather_single _allgather_base", _all_gather_single, "output tensor", core.ALL_GATHER, _out_rows),
     _Row("all_gather_single_coalesced allgather_into_tensor_coalesced", _all_gather_single, calls=_pairs),
     _Row("reduce_scatter", _reduce_scatter),
     _Row(
-        "reduce_scatter_single _reduce_scatter_base", _reduce_scatter_single, "output tensor", REDUCE_SCATTER, _in_rows
+        "reduce_scatter_single _reduce_scatter_base", _reduce_scatter_single, "output tensor", core.REDUCE_SCATTER, _in_rows
     ),
     _Row("reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced", _reduce_scatter_single, calls=_pairs),
-    _Row("gather", _gather, small=GATHER, rows=_new_rows),
+    _Row("gather", _gather, small=core.GATHER, rows=_new_rows),
     _Row("gather_single gather_into_tensor", _gather_single, "output tensor"),  # which torch calls since 2.14
     _Row("scatter", _scatter),
     _Row("alltoall", _all_to_all),
     _Row("all_to_all_single alltoall_base", _all_to_all_single, "output tensor output_split_sizes input_split_sizes"),
-    _Row("barrier", Communicator.barrier, "", BARRIER),
+    _Row("barrier", Communicator.barrier, "", core.BARRIER),
 )
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"Tensor": _only, "Sequence[Tensor]": _one_list}
 _OPTIONS = {"": "opts timeout", "root": "opts timeout root", "op": "opts timeout op", "root op": "opts op timeout root"}
@@ -422,18 +397,19 @@ def _method_of(row: _Row) -> Callable[..., Any]:
     name, parameters = row.run.__name__.strip("_").removesuffix("_single"), signature(row.run).parameters
     kinds = [str(parameters[one].annotation) for one in [*parameters][1 : 1 + len(tensor_names)]]
     has_root, has_op, number_of_tensors = "root" in parameters, "op" in parameters, len(tensor_names)
+    run = partial(_run_each, row.run, not has_op)
     names = [*tensor_names, *_OPTIONS[" ".join(one for one in ("root", "op") if one in parameters)].split()]
 
     def call(self: GroupCollectives, *args: Any, **kwargs: Any) -> Any:
-        opts: Any = kwargs.get("opts") if kwargs else args[-1] if args else None
+        opts: Any = args[-1] if args else None
+        if kwargs:
+            opts = kwargs.get("opts") if len(args) + len(kwargs) == number_of_tensors + 1 else None
         queue = self._queue
         if (
             small is not None
             and (is_async := getattr(opts, "asyncOp", None)) is not None  # only torch's options have it
-            and len(args) + len(kwargs) == number_of_tensors + 1
             and not (queue.counter[0] or queue.runner or self._limit or self._coalesced is not None)
-            and not (is_profiled() or has_dispatch_modes() or is_inference_mode_enabled())
-            and maybe_current_level() is None
+            and not (is_profiled() or has_dispatch_modes())
             and getattr(opts, "timeout", _UNSET) <= _NO_TIME
         ):
             tensor: Any = args[0] if args else opts
@@ -453,17 +429,22 @@ def _method_of(row: _Row) -> Callable[..., Any]:
             elif has_root:
                 option = opts.rootRank
             is_here = tensor is opts or getattr(tensor, "is_cpu", False)
-            if is_here and is_async and rows is not _new_rows:
-                if (begun := self._begin_small(small, tensor, out, option)) is not None:
-                    return begun
-            elif is_here and not is_async and self.communicator.run_small(small, tensor, out, option):
+            if is_here and not is_async and self.communicator.run_small(small, tensor, out, option):
                 self._calls += 1
                 if rows is _new_rows and out is not None:
                     for one, values in zip(args[0][0], out, strict=True):
                         one.data.copy_(values)
-                finished = FinishedWork()
-                finished._tensors = args[0] if args else ()
-                return finished
+                if getrefcount(self._finished) > 2:  # the caller of an earlier call keeps its handle
+                    self._finished = FinishedWork()
+                self._finished._tensors = args[0] if args else ()
+                return self._finished
+            if is_here and is_async and rows is not _new_rows and (tensor is opts or tensor.numel() <= _SMALL_ELEMENTS):
+                begun = self.communicator.begin_small(small, tensor, out, option)
+                if begun is not None:
+                    self._calls += 1
+                    work = BegunWork()
+                    work._work, work._tensors, work._queue = begun, args[0] if args else (), queue
+                    return work
         given = dict(zip(names, args, strict=False), **kwargs)
         if len(args) > len(names) or len(given) < len(args) + len(kwargs) or not given.keys() <= set(names):
             raise TypeError(f"{methods[0]} got {len(args)} arguments and {list(kwargs)}; expected {', '.join(names)}")
@@ -489,7 +470,7 @@ def _method_of(row: _Row) -> Callable[..., Any]:
             else:
                 calls = [(*one, *rest) for one in row.calls(*tensors)]
                 shown = f"{name} of {len(calls)}"
-            return self._call(shown, given.get(names[0]), opts, given.get("timeout"), row.run, calls)
+            return self._call(shown, given.get(names[0]), opts, given.get("timeout"), run, calls)
         except Exception as error:
             if self._calls == counted:  # `_call` was not reached
                 self._refuse(methods[0], error)
@@ -498,9 +479,11 @@ def _method_of(row: _Row) -> Callable[..., Any]:
     return run_eagerly(call)
 
 
-def _run_each(run: Callable[..., Any], communicator: Communicator, calls: Sequence[tuple[Any, ...]]) -> None:
+def _run_each(
+    run: Callable[..., Any], moves: bool, communicator: Communicator, calls: Sequence[tuple[Any, ...]]
+) -> None:
     for arguments in calls:
-        run(communicator, *arguments)
+        run(communicator, *(_data_in(argument, moves) for argument in arguments))
 
 
 @run_eagerly
@@ -511,10 +494,11 @@ class GroupCollectives:
         """Store the communicator for CPU tensors and the backends of other devices."""
         self.communicator = communicator
         self.other_devices = other_devices
-        self._queue = WorkQueue()
+        self._queue = WorkQueue(in_order=True)
         self._limit: float | None = None  # timeout of a wait in seconds; None: the communicator's timeout only
         self._calls = 0
         self._coalesced: list[GroupWork] | None = None
+        self._finished = FinishedWork()  # of the last call that ended at once; made again only if its caller keeps it
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork | Any:
         """Send one tensor to a rank of the group."""
@@ -559,7 +543,7 @@ class GroupCollectives:
         return self._calls
 
     def _wait_for_pending_works(self) -> None:
-        self._queue.run(self.communicator._engine.wait_for_pending, Work("wait"), keys=(self,), priority=0)
+        self._queue.run(self.communicator._engine.wait_for_pending, Work("wait"), keys=(), priority=0)
 
     def _finish(self) -> None:
         self._queue.close()
@@ -567,7 +551,7 @@ class GroupCollectives:
     def _replace_communicator(self, communicator: Communicator, reason: GanglineError) -> None:
         """Run later calls on another communicator; calls that are pending on the present one fail with ``reason``."""
         former, queue = self.communicator, self._queue
-        self.communicator, self._queue, self._calls, self._coalesced = communicator, WorkQueue(), 0, None
+        self.communicator, self._queue, self._calls, self._coalesced = communicator, WorkQueue(in_order=True), 0, None
         self.__dict__.pop("_counting_group", None)
         former.abort(reason)
         queue.close()
@@ -575,29 +559,19 @@ class GroupCollectives:
 
     # Every call
 
-    def _begin_small(self, small: int, tensor: Any, out: Tensor | None, option: Any) -> BegunWork | None:
-        """Begin a call that `wait` ends; return None if that is not possible, or slower than the queue's thread."""
-        written = [] if small == BARRIER else [tensor if out is None else out]
-        if sum(map(Tensor.numel, written)) > _SMALL_ELEMENTS:
-            return None
-        if (work := self.communicator.begin_small(small, tensor, out, option)) is None:
-            return None
-        self._calls += 1
-        return BegunWork(work, written, partial(self._queue.submit, keys=(self,), priority=0))
-
     def _call_other_backend(
         self, names: Sequence[str], tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Make a call with tensors without data, or on another device than the CPU."""
         if is_fake(tensor):
-            group = recording_group(self.communicator.rank, self.communicator.size)
+            group = c10d.recording_group(self.communicator.rank, self.communicator.size)
         else:
             group = self.other_devices.group(tensor.device)
         return _torch_method(group, names)(*args, **kwargs)
 
     @cached_property
     def _counting_group(self) -> ProcessGroup:
-        return recording_group(self.communicator.rank, self.communicator.size, refuses=False)
+        return c10d.recording_group(self.communicator.rank, self.communicator.size, refuses=False)
 
     def _call(
         self,
@@ -608,14 +582,14 @@ class GroupCollectives:
         run: Callable[..., Any],
         calls: Sequence[tuple[Any, ...]],
     ) -> GroupWork:
-        """Run ``run(communicator, *arguments)`` for the arguments of each of ``calls``, after all earlier calls."""
+        """Run ``run(communicator, calls)`` after all earlier calls."""
         self._calls += 1
         communicator = self.communicator
         communicator._engine.check_outermost()  # before the call is queued
         own = getattr(opts, "timeout", _UNSET) if timeout is None else timeout
         has_own = own > _NO_TIME
         limit = own.total_seconds() if has_own else self._limit
-        function = partial(_run_each, run, communicator, calls)
+        function = partial(run, communicator, calls)
         waits_at_once = not getattr(opts, "asyncOp", True)
         is_plain = not (limit is not None or is_profiled() or has_dispatch_modes() or has_modes())  # of this thread
         if is_plain and waits_at_once and self._run_now(name, function):
@@ -628,14 +602,14 @@ class GroupCollectives:
         operation = partial(work.run, function, refuse)
         if is_profiled():
             read = [tensors for one in calls[-1:] for argument in one if (tensors := [*tensors_in(argument)])]
-            work.profile(begin_range(f"gangline::{name}", *(read[-1] if read else ())))
+            work.profile(c10d.begin_range(f"gangline::{name}", *(read[-1] if read else ())))
         submit: Callable[..., None] = self._queue.run
         if limit is not None or not waits_at_once or has_dispatch_modes():
             submit = partial(self._queue.submit, by_waiter=is_plain)
         elif has_modes():
             operation = leave_modes()(operation)
         try:
-            submit(operation, inner, keys=(self,), priority=0)
+            submit(operation, inner, keys=(), priority=0)
         except NoThreadError as error:
             refuse(error)
             raise
@@ -659,7 +633,7 @@ class GroupCollectives:
         self._calls += 1
         run = self._queue.submit if self._queue.unfinished else self._queue.run
         with suppress(RuntimeError):  # the group is closed
-            run(partial(self.communicator.refuse, name, error), Work(name), keys=(self,), priority=0)
+            run(partial(self.communicator.refuse, name, error), Work(name), keys=(), priority=0)
 
     def _message(self, name: str, tensors: Tensors, peer: int | None, tag: int) -> GroupWork | Any:
         tensor = _only(tensors)
@@ -669,7 +643,7 @@ class GroupCollectives:
         work = call(as_supported_dtype(tensor), peer, tag, async_op=True)
         self._calls += 1
         if is_profiled():
-            end_range(begin_range(f"gangline::{_PROFILED.get(name, name)}", tensor))
+            c10d.end_range(c10d.begin_range(f"gangline::{_PROFILED.get(name, name)}", tensor))
         return self._counted(MessageWork(work, [tensor], self._limit))
 
     def _counted(self, work: GroupWork) -> GroupWork:

@@ -16,7 +16,7 @@ from torch.futures import Future, collect_all
 from gangline.collectives.eager import has_modes, run_eagerly
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range
-from gangline.collectives.work import NoThreadError, Work, nesting
+from gangline.collectives.work import NoThreadError, Work, WorkQueue, nesting
 
 _ABORT_SECONDS = 5.0  # for an aborted call to end; takes about 10 ms
 _NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
@@ -215,46 +215,53 @@ class MessageWork(GroupWork):
             self.run(self._work.wait)
 
 
+class _QuickWork(MessageWork):
+    """Handle that is made without a Python function, which would take a tenth of a small call."""
+
+    __init__ = TorchWork.__init__
+    _work = Work.finished("call")
+    _tensors: Any = ()
+    _limit = _range = _give_up = _error = _over = _future = None
+    _runner = 0
+    _is_over = False
+    _lock = threading.Lock()  # of futures that are created
+
+
 @run_eagerly
-class BegunWork(MessageWork):
-    """Handle of a collective that `Communicator.begin_small` has begun; only its future needs the queue's thread.
+class FinishedWork(_QuickWork):
+    """Handle of a call that has succeeded before it is returned."""
 
-    Args:
-        work: gangline's handle of the collective.
-        tensors: tensors that it writes.
-        submit: function that runs an operation in the group's queue.
-    """
+    _is_over = True
 
-    def __init__(self, work: Work, tensors: Any, submit: Callable[[Callable[[], None], Work], None]) -> None:
-        super().__init__(work, tensors)
-        self._submit = submit
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
+
+    get_future = GroupWork.get_future
+
+
+@run_eagerly
+class BegunWork(_QuickWork):
+    """Handle of a collective that `Communicator.begin_small` has begun; only its future needs the queue's thread."""
+
+    _queue: WorkQueue
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Wait for the call; see `GroupWork.wait`."""
+        if self._is_awaited or timeout > _NO_LIMIT:
+            return super().wait(timeout)
+        self._work.wait()
+        return True
 
     def _begin_waiting(self) -> None:
         begun = self._work
         if not begun.is_completed():
             self._work = Work(begun._name)
             with suppress(NoThreadError):
-                self._submit(partial(self.run, begun.wait), self._work)
+                self._queue.submit(partial(self.run, begun.wait), self._work, keys=(), priority=0)
                 return
         self._work = begun
         self._finish()
-
-
-@run_eagerly
-class FinishedWork(GroupWork):
-    """Handle of a call that has succeeded before it is returned."""
-
-    _work = Work.finished("call")
-    _tensors: Any = ()
-    _limit = _range = _give_up = _error = _over = _future = None
-    _lock = threading.Lock()  # of futures that are created
-    _is_over = True
-
-    __init__ = TorchWork.__init__  # a Python function would take a tenth of a small call
-
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:  # noqa: ARG002
-        """Return True."""
-        return True
 
 
 @run_eagerly
