@@ -347,6 +347,9 @@ def _new_rows(size: int, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tens
     return (tensor, tensor.new_empty((size, *shape))) if len(outs) == size else (None, None)
 
 
+_PAIR, _LISTS = "output tensor", "outputs inputs"  # names of parameters
+
+
 class _Row(NamedTuple):
     """One of torch's collectives."""
 
@@ -354,7 +357,7 @@ class _Row(NamedTuple):
     """torch's names of the method, that of torch 2.13 and later first."""
     run: Callable[..., Any]
     """Function of the communicator, the tensors, and the root and the reduction if it has them."""
-    tensors: str = "outputs inputs"
+    tensors: str = _LISTS
     """Names of the first parameters; the first one is written."""
     small: int | None = None
     """Number of the collective in `Communicator.run_small`, which is asked first; None: it has none."""
@@ -371,18 +374,16 @@ _TABLE = (
     _Row("broadcast", Communicator.broadcast, "tensors", core.BROADCAST),
     _Row("allgather", _all_gather, small=core.ALL_GATHER, rows=_new_rows),
     _Row("allgather_coalesced", _all_gather, calls=_transposed),
-    _Row("all_gather_single _allgather_base", _all_gather_single, "output tensor", core.ALL_GATHER, _out_rows),
+    _Row("all_gather_single _allgather_base", _all_gather_single, _PAIR, core.ALL_GATHER, _out_rows),
     _Row("all_gather_single_coalesced allgather_into_tensor_coalesced", _all_gather_single, calls=_pairs),
     _Row("reduce_scatter", _reduce_scatter),
-    _Row(
-        "reduce_scatter_single _reduce_scatter_base", _reduce_scatter_single, "output tensor", core.REDUCE_SCATTER, _in_rows
-    ),
+    _Row("reduce_scatter_single _reduce_scatter_base", _reduce_scatter_single, _PAIR, core.REDUCE_SCATTER, _in_rows),
     _Row("reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced", _reduce_scatter_single, calls=_pairs),
     _Row("gather", _gather, small=core.GATHER, rows=_new_rows),
-    _Row("gather_single gather_into_tensor", _gather_single, "output tensor"),  # which torch calls since 2.14
+    _Row("gather_single gather_into_tensor", _gather_single, _PAIR),  # which torch calls since 2.14
     _Row("scatter", _scatter),
     _Row("alltoall", _all_to_all),
-    _Row("all_to_all_single alltoall_base", _all_to_all_single, "output tensor output_split_sizes input_split_sizes"),
+    _Row("all_to_all_single alltoall_base", _all_to_all_single, _PAIR + " output_split_sizes input_split_sizes"),
     _Row("barrier", Communicator.barrier, "", core.BARRIER),
 )
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"Tensor": _only, "Sequence[Tensor]": _one_list}
