@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-COLLECTIVES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "gather",
-    "scatter",
-    "barrier",
-    "empty",
-    "send",
-    "recv",
-    "all_to_all_uneven",
+
+class Ranks(Enum):
+    """The ranks whose tensor a collective reads, or that get its result."""
+
+    NONE = auto()
+    ALL = auto()
+    ROOT = auto()
+    OTHERS = auto()
+    """All but the root."""
+
+    def include(self, *, is_root: bool) -> bool:
+        """Return whether the root, or another rank, is one of them."""
+        return self is Ranks.ALL or (self is Ranks.ROOT and is_root) or (self is Ranks.OTHERS and not is_root)
+
+
+class Collective(NamedTuple):
+    """What a collective does with its tensors: checks, signature, staging and chunks follow from it."""
+
+    name: str
+    reads: Ranks = Ranks.NONE
+    writes: Ranks = Ranks.NONE
+    in_rows: bool = False
+    """Whether the tensor has a leading axis with a row for each rank."""
+    out_rows: bool = False
+    """Whether the result has one."""
+    has_op: bool = False
+    has_root: bool = False
+
+
+TABLE = (
+    Collective("all_reduce", Ranks.ALL, Ranks.ALL, has_op=True),
+    Collective("reduce", Ranks.ALL, Ranks.ROOT, has_op=True, has_root=True),
+    Collective("broadcast", Ranks.ROOT, Ranks.OTHERS, has_root=True),
+    Collective("all_gather", Ranks.ALL, Ranks.ALL, out_rows=True),
+    Collective("reduce_scatter", Ranks.ALL, Ranks.ALL, in_rows=True, has_op=True),
+    Collective("all_to_all", Ranks.ALL, Ranks.ALL, in_rows=True, out_rows=True),
+    Collective("gather", Ranks.ALL, Ranks.ROOT, out_rows=True, has_root=True),
+    Collective("scatter", Ranks.ROOT, Ranks.ALL, in_rows=True, has_root=True),
+    Collective("barrier"),
+    Collective("empty"),
+    Collective("send"),
+    Collective("recv"),
+    Collective("all_to_all_uneven"),
 )
+"""All collectives, and other calls that have a signature. core.c has the same table."""
+COLLECTIVES = tuple(rule.name for rule in TABLE)
 OPS = ("sum", "mean", "product", "min", "max")
 DTYPES = (
     torch.float32,
@@ -93,10 +126,10 @@ class CallSignature:
             return "barrier()"
         if self.collective == "all_to_all_uneven":
             return f"all_to_all_uneven({str(self.dtype).removeprefix('torch.')})"
-        words = [f"{self.count} x {str(self.dtype).removeprefix('torch.')}"]
-        words += [self.op] if self.op is not None else []
-        words += [f"root {self.root}"] if self.root is not None else []
-        return f"{self.collective}({', '.join(words)})"
+        texts = [f"{self.count} x {str(self.dtype).removeprefix('torch.')}"]
+        texts += [self.op] if self.op is not None else []
+        texts += [f"root {self.root}"] if self.root is not None else []
+        return f"{self.collective}({', '.join(texts)})"
 
 
 @lru_cache(maxsize=4096)

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
-from gangline.collectives.call_signature import COLLECTIVES, encode_signature
-from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, DONE, HELD, REDUCE_SCATTER
-from gangline.collectives.devices.nccl_selection import NcclSelection, is_known
+from gangline.collectives.call_signature import COLLECTIVES, TABLE, Ranks, encode_signature
+from gangline.collectives.compiled_core import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    DONE,
+    GATHER,
+    HELD,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
+from gangline.collectives.devices.nccl_selection import NcclSelection
 from gangline.collectives.eager import outside_modes, run_eagerly
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import (
-    check_fits,
+    Call,
+    check_call,
     check_peer,
-    check_rank,
-    check_rows,
     check_tensor,
     check_written,
-    result_or_in_place,
-    result_tensor,
 )
 from gangline.collectives.engine.begun_work import BegunWork
 from gangline.collectives.engine.engine import Engine, GroupResources
@@ -40,7 +50,7 @@ from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.work import Work
 
-_Result = TypeVar("_Result")
+_BARRIER_CODE = encode_signature("barrier", 0, torch.uint8, None, None)
 
 
 def connect(
@@ -160,7 +170,7 @@ class Communicator:
         self._engine = Engine(resources)
         self._host = HostCollectives(self._engine)
         self._gpus = NcclSelection(self._engine, self._host)
-        self._dispatcher = _Dispatcher(self._engine, self._host, self._gpus)
+        self._side_streams = SideStreams()
         self._messages = PointToPoint(self._engine)
         self._run_core, self._begin_core = self._engine.run_core, self._engine.begin_core
         self._finalizer = weakref.finalize(self, self._engine.finalize)
@@ -179,15 +189,8 @@ class Communicator:
         Returns:
             The tensor that holds the result.
         """
-        if not async_op and self.run_small(ALL_REDUCE, tensor, out, op):
-            return tensor if out is None else out
-        if async_op and (work := self.begin_small(ALL_REDUCE, tensor, out, op)) is not None:
-            return work
-        check_tensor(tensor)
-        reduction.check(op, tensor.dtype)
-        result = result_or_in_place(out, tensor)
-        code = encode_signature("all_reduce", tensor.numel(), tensor.dtype, op, None)
-        return self._dispatcher.call("all_reduce", code, (tensor, result, op), result, async_op)
+        result: Tensor | Work = self._call(ALL_REDUCE, tensor, out, op, async_op)
+        return result
 
     def reduce(
         self, tensor: Tensor, root: int = 0, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -204,17 +207,8 @@ class Communicator:
         Returns:
             The tensor that holds the result at the root, else None.
         """
-        code, arguments = self._call_of_reduce(tensor, root, op, out)
-        return self._dispatcher.call("reduce", code, arguments, arguments[1], async_op)
-
-    def _call_of_reduce(
-        self, tensor: Tensor, root: int, op: str, out: Tensor | None
-    ) -> tuple[int, tuple[Tensor, Tensor | None, int, str]]:
-        check_tensor(tensor)
-        reduction.check(op, tensor.dtype)
-        check_rank("root", root, self.size)
-        result = result_or_in_place(out, tensor) if self.rank == root else None
-        return encode_signature("reduce", tensor.numel(), tensor.dtype, op, root), (tensor, result, root, op)
+        result: Tensor | Work | None = self._call(REDUCE, tensor, out, (root, op), async_op)
+        return result
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Copy the root's tensor to all ranks.
@@ -227,18 +221,8 @@ class Communicator:
         Returns:
             ``tensor``.
         """
-        if not async_op and self.run_small(BROADCAST, tensor, None, root):
-            return tensor
-        return self._dispatcher.call(
-            "broadcast", self._code_of_broadcast(tensor, root), (tensor, root), tensor, async_op
-        )
-
-    def _code_of_broadcast(self, tensor: Tensor, root: int) -> int:
-        check_tensor(tensor)
-        check_rank("root", root, self.size)
-        if self.rank != root:
-            check_written(tensor)
-        return encode_signature("broadcast", tensor.numel(), tensor.dtype, None, root)
+        result: Tensor | Work = self._call(BROADCAST, tensor, None, root, async_op)
+        return result
 
     def broadcast_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
         """Run `broadcast` for each tensor with its root. With NCCL, ranks agree once and launch one group.
@@ -247,13 +231,11 @@ class Communicator:
             tensors: tensors on one device.
             roots: root of each tensor.
         """
-        pairs = list(zip(tensors, roots, strict=True))
-        self._dispatcher.call_each("broadcast", [self._code_of_broadcast(*pair) for pair in pairs], pairs)
+        self._run_each(BROADCAST, tensors, roots)
 
     def reduce_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
         """Sum each tensor over all ranks, in place at its root; see `broadcast_each`."""
-        calls = [self._call_of_reduce(*pair, "sum", None) for pair in zip(tensors, roots, strict=True)]
-        self._dispatcher.call_each("reduce", [code for code, _ in calls], [arguments for _, arguments in calls])
+        self._run_each(REDUCE, tensors, [(root, "sum") for root in roots])
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Gather every rank's tensor on all ranks.
@@ -266,12 +248,8 @@ class Communicator:
         Returns:
             ``out``.
         """
-        if out is not None and not async_op and self.run_small(ALL_GATHER, tensor, out):
-            return out
-        check_tensor(tensor)
-        result = result_tensor(out, (self.size, *tensor.shape), tensor)
-        code = encode_signature("all_gather", tensor.numel(), tensor.dtype, None, None)
-        return self._dispatcher.call("all_gather", code, (tensor, result), result, async_op)
+        result: Tensor | Work = self._call(ALL_GATHER, tensor, out, None, async_op)
+        return result
 
     def reduce_scatter(
         self, tensor: Tensor, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -287,13 +265,8 @@ class Communicator:
         Returns:
             ``out``.
         """
-        if out is not None and not async_op and self.run_small(REDUCE_SCATTER, tensor, out, op):
-            return out
-        check_rows(tensor, self.size)
-        reduction.check(op, tensor.dtype)
-        result = result_tensor(out, tensor.shape[1:], tensor)
-        code = encode_signature("reduce_scatter", result.numel(), tensor.dtype, op, None)
-        return self._dispatcher.call("reduce_scatter", code, (tensor, result, op), result, async_op)
+        result: Tensor | Work = self._call(REDUCE_SCATTER, tensor, out, op, async_op)
+        return result
 
     def all_to_all(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Send one row of a tensor to each rank, and receive one row from each.
@@ -306,10 +279,8 @@ class Communicator:
         Returns:
             ``out``.
         """
-        check_rows(tensor, self.size)
-        result = result_tensor(out, tensor.shape, tensor)
-        code = encode_signature("all_to_all", tensor[0].numel(), tensor.dtype, None, None)
-        return self._dispatcher.call("all_to_all", code, (tensor, result), result, async_op)
+        result: Tensor | Work = self._call(ALL_TO_ALL, tensor, out, None, async_op)
+        return result
 
     def all_to_all_uneven(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Send tensor j to rank j and receive ``outs[i]`` from rank i; all may differ in size.
@@ -350,11 +321,8 @@ class Communicator:
         Returns:
             ``out`` at the root, else None.
         """
-        check_tensor(tensor)
-        check_rank("root", root, self.size)
-        result = result_tensor(out, (self.size, *tensor.shape), tensor) if self.rank == root else None
-        code = encode_signature("gather", tensor.numel(), tensor.dtype, None, root)
-        return self._dispatcher.call("gather", code, (tensor, result, root), result, async_op)
+        result: Tensor | Work | None = self._call(GATHER, tensor, out, root, async_op)
+        return result
 
     def scatter(self, tensor: Tensor | None, out: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Send one row of the root's tensor to each rank.
@@ -369,26 +337,18 @@ class Communicator:
         Returns:
             ``out``.
         """
-        check_tensor(out, "out")
-        check_written(out, "out")
-        check_rank("root", root, self.size)
-        if self.rank != root:
-            tensor = None
-        elif tensor is None:
-            raise TypeError(f"tensor is None at the root of a scatter; expected ({self.size}, *out.shape)")
-        else:
-            check_fits("tensor", tensor, (self.size, *out.shape), out)
-        code = encode_signature("scatter", out.numel(), out.dtype, None, root)
-        return self._dispatcher.call("scatter", code, (tensor, out, root), out, async_op)
+        result: Tensor | Work = self._call(SCATTER, tensor, out, root, async_op)
+        return result
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until every rank has called it."""
         if async_op:
-            return self._engine.submit("barrier", self._host.barrier, None)
+            work = self.begin_small(BARRIER, None)
+            return work or self._engine.submit("barrier", partial(self._host.synchronize, _BARRIER_CODE), None)
         if not self.run_small(BARRIER, None):
             self._engine.wait_for_pending()
             with self._engine.lock.over_several():
-                self._host.barrier()
+                self._host.synchronize(_BARRIER_CODE)
         return None
 
     def send(self, tensor: Tensor, to: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
@@ -464,6 +424,55 @@ class Communicator:
         with self._engine.lock.over_several():
             return self._host.empty(shape, dtype)
 
+    def _call(self, number: int, tensor: Any, out: Tensor | None, option: Any, async_op: bool) -> Any:
+        """Run a collective of `TABLE`, by the core if it can; return its result or its `Work`.
+
+        The option is the operation of a reduction, the root, or (root, operation) of a reduce.
+        """
+        rule, call = TABLE[number], None
+        if out is None and (rule.in_rows or rule.out_rows):  # the result cannot replace the tensor
+            call = check_call(number, tensor, None, option, self.rank, self.size)
+            out = call.result
+        result = tensor if out is None else out
+        if rule.writes is Ranks.ROOT and self.rank != (option[0] if rule.has_op else option):
+            result = None
+        if async_op:
+            work = self.begin_small(number, tensor, out, option)
+            if work is not None:
+                work.result = result
+                return work
+        else:
+            try:
+                status = self._run_core(number, tensor, out, option)
+            except BaseException as error:  # noqa: BLE001  raised again
+                raise self._engine.failed(error) from None
+            if status == DONE or (status == HELD and self._run_held(number, tensor, out, option)):
+                return result
+        call = call or check_call(number, tensor, out, option, self.rank, self.size)
+        if async_op:
+            return self._submit(call, result)
+        self._gpus.run([call])
+        return result
+
+    def _submit(self, call: Call, result: object) -> Work:
+        """Run a call in the background; what runs it does not refer to this object, which may be dropped."""
+        run = partial(self._gpus.run, [call])
+        if not call.first.is_cuda:
+            return self._engine.submit(call.rule.name, run, result)
+        tensors = [tensor for tensor in (call.tensor, call.result) if tensor is not None]
+        section = self._side_streams.behind_caller(tensors)
+
+        def run_behind() -> None:
+            with section:
+                run()
+
+        return self._engine.submit(call.rule.name, run_behind, result, section.join)
+
+    def _run_each(self, number: int, tensors: Sequence[Tensor], options: Sequence[object]) -> None:
+        pairs = zip(tensors, options, strict=True)
+        calls = [check_call(number, tensor, None, option, self.rank, self.size) for tensor, option in pairs]
+        self._gpus.run(calls)
+
     def run_small(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None
     ) -> bool:
@@ -479,12 +488,14 @@ class Communicator:
             status = self._run_core(collective, tensor, out, option)
         except BaseException as error:  # noqa: BLE001  raised again
             raise self._engine.failed(error) from None
-        if status != HELD:
-            return status == DONE
+        return status == DONE or (status == HELD and self._run_held(collective, tensor, out, option))
+
+    def _run_held(self, *arguments: Any) -> bool:
+        """Take the lock for a call of `run_small`."""
         self._engine.check_outermost()
         if self._engine.queue.unfinished or self._gpus.nccl is not None:
             return False
-        return self._engine.run_compiled(collective, tensor, out, option)
+        return self._engine.run_compiled(*arguments)
 
     def begin_small(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None
@@ -564,71 +575,3 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size} over {self.transport}>"
-
-
-class _Dispatcher:
-    """Runs collectives through NCCL or host memory, at once or in the background.
-
-    It does not refer to the `Communicator`, so that a queued call does not keep a dropped one alive.
-    """
-
-    def __init__(self, engine: Engine, host: HostCollectives, gpus: NcclSelection) -> None:
-        self._engine, self._host, self._gpus = engine, host, gpus
-        self._side_streams = SideStreams()
-
-    def call(
-        self, name: str, code: int, arguments: tuple[object, ...], result: _Result, async_op: bool
-    ) -> _Result | Work:
-        """Run a collective after all earlier calls and return ``result``, or submit it and return a `Work`.
-
-        Args:
-            name: a method of `HostCollectives` and of `NcclCommunicator`.
-            code: call signature, by `encode_signature`.
-            arguments: arguments of the method; the tensors among them are on one device.
-            result: return value of the call.
-            async_op: return a `Work`.
-        """
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        if async_op:
-            return self._submit(name, code, arguments, tensors, result)
-        self._engine.wait_for_pending()
-        with self._engine.lock.over_several():
-            self._method(name, code, tensors[0])(code, *arguments)
-        return result
-
-    def _method(self, name: str, code: int, tensor: Tensor) -> Callable[..., None]:
-        """Return the function that runs a collective; it takes the code and the arguments."""
-        nccl = self._gpus.choose(code, tensor)
-        if nccl is None:
-            method: Callable[..., None] = getattr(self._host, name)
-            return method
-        return lambda code, *arguments: self._gpus.run(nccl, name, code, [arguments])
-
-    def call_each(self, name: str, codes: Sequence[int], calls: Sequence[tuple[Any, ...]]) -> None:
-        """Run a collective for several tensors, the first of the arguments; see `call`."""
-        tensors = [arguments[0] for arguments in calls]
-        self._engine.wait_for_pending()
-        with self._engine.lock.over_several():
-            if len(calls) < 2 or not all(map(is_known, tensors)):
-                for code, arguments in zip(codes, calls, strict=True):
-                    self._method(name, code, arguments[0])(code, *arguments)
-                return
-            nccl = self._gpus.choose(codes[0], *tensors)
-            if nccl is None:
-                for code, arguments in zip(codes, calls, strict=True):
-                    getattr(self._host, name)(code, *arguments)
-            else:
-                self._gpus.run(nccl, name, codes[0], calls)
-
-    def _submit(
-        self, name: str, code: int, arguments: tuple[object, ...], tensors: list[Tensor], result: object
-    ) -> Work:
-        section = self._side_streams.behind_caller(tensors) if tensors[0].is_cuda else None
-
-        def operation() -> None:
-            with section or nullcontext():
-                self.call(name, code, arguments, None, async_op=False)
-
-        if section is None:
-            return self._engine.submit(name, operation, result)
-        return self._engine.submit(name, operation, result, section.join)

@@ -213,6 +213,7 @@ typedef struct {
     Call call;         /* the rest: the call that runs, or the last one */
     PyObject *tensors[2]; /* those of a call that was begun and not ended */
     int64_t sequence, done; /* elements */
+    int64_t arrived;        /* when all ranks had published the first chunk: nanoseconds; 0: not yet */
     int is_second;          /* the parts' results have been published, in place of the operands */
     int streams;            /* whether the slot was written past the cache */
     float costs[SIZES][2][2]; /* by size, by that, and by use: ns per byte; 0: not known */
@@ -410,6 +411,8 @@ static int proceed(Slots *slots, int waits, int holds_gil) {
     for (;;) {
         int status = await(slots, waits, holds_gil);
         if (status != DONE) return status;
+        if (!slots->arrived && (size_t)call->count * ITEM[call->how.dtype] >= RELEASE_BYTES)
+            slots->arrived = nanoseconds();
         for (int64_t r = 0; r < group->size; r++) in[r] = group->peers[r].slots[slots->exchanges & 1];
         if (call->by_part && !slots->is_second) {
             publish_part(slots, in);
@@ -614,7 +617,7 @@ static int64_t publish_call(PyObject *bound, int collective, PyObject *const *ar
         call.source = memmove(call.out, call.source, (size_t)all);
     slots->call = call;
     slots->sequence = shared[SEQUENCE];
-    slots->done = 0;
+    slots->done = slots->arrived = 0;
     publish_chunk(slots);
     return slots->sequence;
 }
@@ -699,7 +702,8 @@ static PyObject *exchange(PyObject *Py_UNUSED(module), PyObject *const *args, Py
 static PyObject *state(PyObject *Py_UNUSED(module), PyObject *capsule) {
     Slots *slots = PyCapsule_GetPointer(capsule, "slots");
     if (slots == NULL) return NULL;
-    return Py_BuildValue("LLL", (long long)slots->exchanges, (long long)slots->sequence, (long long)slots->call.code);
+    return Py_BuildValue("LLLL", (long long)slots->exchanges, (long long)slots->sequence, (long long)slots->call.code,
+                         (long long)slots->arrived);
 }
 
 static PyObject *yield_at_most(PyObject *Py_UNUSED(module), PyObject *count) {
@@ -806,7 +810,7 @@ static PyMethodDef functions[] = {
     FAST(use_tensors, "Take the functions and types of tensors; return whether `collective` can use them."),
     {"caller", caller, METH_O, "Return the functions run, begin and end of an engine: (slots, wait, shared)."},
     FAST(exchange, "Publish this rank's slot and wait a little for the others; return 0, -1 or -2."),
-    {"state", state, METH_O, "Return the number of exchanges published, and the number and code of the last call."},
+    {"state", state, METH_O, "Return exchanges published; number and code of the last call; when all ranks had begun it."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},
     FAST(word, "Load the word at an address, or store it; return its value."),
     FAST(checksum, "Return two numbers that change with the bytes at an address, and with their order."),

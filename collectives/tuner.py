@@ -20,7 +20,7 @@ from gangline.collectives import algorithms
 from gangline.collectives.host_files import write_text
 from gangline.collectives.transports.base import SLOT_BYTES
 
-SHARED = "shared"
+SLOTS = "shared"
 """Shared exchange, for small tensors.
 
 Every rank copies its tensor into shared memory and, after one synchronisation, reads the other ranks' tensors. The
@@ -107,7 +107,7 @@ class Table:
             found = [rule.nbytes for rule in rules if rule.nbytes is not None], [rule.choice for rule in rules]
             self._ready[key] = found
         if streams and nbytes > SHARED_LIMIT and size == 2 and not (key in self.rules or collective in self.forced):
-            return Choice(SHARED)
+            return Choice(SLOTS)
         limits, choices = found
         return choices[bisect_left(limits, nbytes)]
 
@@ -115,7 +115,7 @@ class Table:
         """Return the bytes up to which `choose` returns "shared" for all tensors; -1 if for none."""
         self.choose(collective, 0, size, transport, hosts)
         limits, choices = self._ready[collective, transport, size, hosts]
-        return limits[0] if choices[0].algorithm == SHARED else -1
+        return limits[0] if choices[0].algorithm == SLOTS else -1
 
     def to_json(self) -> str:
         """Return the table as text for `from_json`."""
@@ -216,12 +216,17 @@ class Table:
         choice = self.forced.get(key.collective)
         if choice is None:
             return rules
-        if choice.algorithm != SHARED:
+        if choice.algorithm != SLOTS:
             return [Rule(None, choice)]
         if not shared_serves(SHARED_LIMIT, key.transport, key.hosts):
             return rules
         larger = [rule for rule in rules if rule.nbytes is None or rule.nbytes > SHARED_LIMIT]
         return [Rule(SHARED_LIMIT, choice), *larger]
+
+
+def without_slots(collective: str) -> str:
+    """Return the algorithm of ranks that share memory but no slots, or whose call the slots cannot take."""
+    return "two_shot" if collective == "all_reduce" else "direct"
 
 
 def shared_serves(nbytes: int, transport: str, hosts: int) -> bool:
@@ -288,7 +293,7 @@ def names(collective: str) -> tuple[str, ...]:
     """
     if collective not in TUNED:
         raise ValueError(f"{collective!r} has no algorithms to choose from; expected one of {', '.join(TUNED)}")
-    return (SHARED, *algorithms.names(collective))
+    return (SLOTS, *algorithms.names(collective))
 
 
 def built_in(key: TableKey) -> Sequence[Rule]:
@@ -299,8 +304,8 @@ def built_in(key: TableKey) -> Sequence[Rule]:
 def _built_in(key: TableKey) -> Iterator[Rule]:
     if key.hosts == 1 and key.transport in _IN_MEMORY:
         limit = SHARED_LIMIT if key.ranks <= 4 else 1 << 17  # every rank reads all tensors
-        yield Rule(limit, Choice(SHARED))
-        yield Rule(None, Choice("two_shot" if key.collective == "all_reduce" else "direct"))
+        yield Rule(limit, Choice(SLOTS))
+        yield Rule(None, Choice(without_slots(key.collective)))
         return
     few, several_a_host = key.ranks <= 4, 1 < key.hosts < key.ranks
     match key.collective:
@@ -340,7 +345,7 @@ def _check(key: TableKey, rules: Sequence[Rule]) -> None:
     for rule in rules:
         _check_choice(key.collective, rule.choice, where)
         most = rule.nbytes if rule.nbytes is not None else SHARED_LIMIT + 1
-        if rule.choice.algorithm == SHARED and not shared_serves(most, key.transport, key.hosts):
+        if rule.choice.algorithm == SLOTS and not shared_serves(most, key.transport, key.hosts):
             raise ValueError(f"{where}shared takes up to {SHARED_LIMIT} bytes in one host's memory, not {rule.nbytes}")
 
 

@@ -24,8 +24,8 @@ from gangline.collectives import algorithms
 from gangline.collectives.errors import UsageError
 from gangline.collectives.schedule import ROOTED
 from gangline.collectives.tuner import (
-    SHARED,
     SHARED_LIMIT,
+    SLOTS,
     TRANSPORTS,
     TUNED,
     Choice,
@@ -122,11 +122,11 @@ def candidates(key: TableKey) -> list[Choice]:
     Of algorithms with equal schedules (as most have for two ranks) only one is returned, preferably a built-in choice.
     """
     usual = [rule.choice for rule in built_in(key)]
-    every = [Choice(name, segments) for name in names(key.collective) for segments in _SEGMENTS if name != SHARED]
-    found = [Choice(SHARED)] if shared_serves(0, key.transport, key.hosts) else []
+    every = [Choice(name, segments) for name in names(key.collective) for segments in _SEGMENTS if name != SLOTS]
+    found = [Choice(SLOTS)] if shared_serves(0, key.transport, key.hosts) else []
     seen = set()
     for choice in dict.fromkeys([*usual, *every]):
-        if choice.algorithm == SHARED:
+        if choice.algorithm == SLOTS:
             continue
         schedule = algorithms.build(
             key.collective,
@@ -163,11 +163,11 @@ def rules_from(times: Mapping[int, Mapping[Choice, float]], usual: Callable[[int
     for size, larger, choice, following in zip(sizes, sizes[1:], best, best[1:], strict=False):
         if choice != following:
             between = math.isqrt(size * larger)
-            rules.append(Rule(min(between, SHARED_LIMIT) if choice.algorithm == SHARED else between, choice))
+            rules.append(Rule(min(between, SHARED_LIMIT) if choice.algorithm == SLOTS else between, choice))
     last = best[-1]
-    if last.algorithm == SHARED:  # it has an upper limit
+    if last.algorithm == SLOTS:  # it has an upper limit
         rules.append(Rule(SHARED_LIMIT, last))
-        others = {choice: seconds for choice, seconds in times[sizes[-1]].items() if choice.algorithm != SHARED}
+        others = {choice: seconds for choice, seconds in times[sizes[-1]].items() if choice.algorithm != SLOTS}
         last = min(others, key=others.__getitem__)
     return [*rules, Rule(None, last)]
 
@@ -209,7 +209,7 @@ def _times(
 
 
 def _is_sensible(key: TableKey, choice: Choice, size: int) -> bool:
-    if choice.algorithm == SHARED:
+    if choice.algorithm == SLOTS:
         return shared_serves(size, key.transport, key.hosts)
     return choice.segments == 1 or size >= _LEAST_SEGMENT * choice.segments
 

@@ -27,10 +27,10 @@ from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.addresses import is_loopback, reachable_address
 from gangline.collectives.transports.base import BootstrapAllGather, Transport, within
 from gangline.collectives.transports.hybrid import HybridTransport
-from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup, ThreadSlotExchange
+from gangline.collectives.transports.in_process import InProcessTransport, ThreadGroup
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.host_group import open_host_group
-from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SharedSlotExchange, SlotExchange
+from gangline.collectives.transports.shm.slots import SlotExchange
 from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 from gangline.collectives.transports.zmq.context import SharedContext
 from gangline.collectives.transports.zmq.transport import ZmqTransport
@@ -199,8 +199,7 @@ def _connect_threads(rank: int, shared: _ThreadResources, settings: GroupSetting
         InProcessTransport(rank, shared.collectives, watchdogs[0]),
         InProcessTransport(rank, shared.messages, watchdogs[1]),
     )
-    slot_exchange = ThreadSlotExchange(rank, shared.collectives, watchdogs[0])
-    return GroupResources(membership, (0,) * membership.size, settings, *watchdogs, *transports, slot_exchange)
+    return GroupResources(membership, (0,) * membership.size, settings, *watchdogs, *transports, None)
 
 
 def _connect_processes(
@@ -241,7 +240,7 @@ def _open_transports(
         return by_sockets(), None
     members = [other for other in range(size) if hosts[other] == hosts[rank]]
     cma.allow_reads(membership.processes[member] for member in members)
-    nbytes = 2 * SharedMemoryTransport.nbytes(len(members)) + SharedSlotExchange.nbytes(len(members))
+    nbytes = 2 * SharedMemoryTransport.nbytes(len(members)) + SlotExchange.nbytes(len(members))
     try:
         group = open_host_group(rank, members, nbytes, exchange)
     except OSError as error:
@@ -251,8 +250,7 @@ def _open_transports(
         return by_sockets(), None
     local = SharedMemoryTransport(group, watchdogs[0]), SharedMemoryTransport(group, watchdogs[1])
     if len(members) == size:
-        slots = CompiledSlotExchange if group.is_compiled else SharedSlotExchange
-        return local, slots(group, watchdogs[0])
+        return local, SlotExchange(group, watchdogs[0])
     network = by_sockets()
     return (
         HybridTransport(local[0], members, network[0], watchdogs[0]),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from torch import Tensor
 
 from gangline.collectives.devices.backends.base import Flattened
 from gangline.collectives.devices.backends.nccl import call, grouped, stream_of
 from gangline.collectives.devices.backends.nccl_bindings import Binding
+from gangline.collectives.engine.arguments import Call
 from gangline.collectives.engine.host_staging import copy_values
 
 
@@ -29,61 +29,39 @@ class NcclCommunicator:
         self._rank = rank
         self._size = size
 
-    def all_reduce(self, tensor: Tensor, result: Tensor, op: str) -> None:
-        """Run `Communicator.all_reduce`; ``result`` may be ``tensor``."""
-        if result is not tensor:
-            copy_values(result, tensor)
-        with Flattened() as flattened:
-            flat = flattened.written(result)
-            call(self._binding, "all_reduce", 0, flat, flat, op)
-
-    def reduce(self, tensor: Tensor, result: Tensor | None, root: int, op: str) -> None:
-        """Run `Communicator.reduce`; ``result`` is None except at the root."""
-        with Flattened() as flattened:
-            value = flattened.read(tensor)
-            target = value if result is None else flattened.written(result)  # NCCL writes the root's only
-            call(self._binding, "reduce", 0, value, target, op, root)
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Run `Communicator.broadcast`."""
-        with Flattened() as flattened:
-            flat = flattened.written(tensor)
-            call(self._binding, "broadcast", 0, flat, flat, root=root)
-
-    def launch(self, name: str, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Run a method of this class for each tuple of arguments, as one group; tensors of several are contiguous."""
+    def launch(self, calls: Sequence[Call]) -> None:
+        """Start calls, several as one group; tensors of several are contiguous."""
         with grouped(self._binding) if len(calls) > 1 else nullcontext():
-            for arguments in calls:
-                getattr(self, name)(*arguments)
+            for one in calls:
+                self._start(one)
 
-    def all_gather(self, tensor: Tensor, result: Tensor) -> None:
-        """Run `Communicator.all_gather`."""
+    def _start(self, one: Call) -> None:
+        rule, tensor, result = one.rule, one.tensor, one.result
+        if rule.name == "all_reduce" and tensor is not None and result is not None:
+            if result is not tensor:
+                copy_values(result, tensor)
+            tensor = None
         with Flattened() as flattened:
-            call(self._binding, "all_gather", 0, flattened.read(tensor), flattened.written(result))
+            source = None if tensor is None or tensor is result else flattened.read(tensor)
+            target = None if result is None else flattened.written(result)
+            if rule.name in ("all_to_all", "gather", "scatter"):
+                self._exchange(
+                    self._by_peer(source, one.root, has_rows=rule.in_rows),
+                    self._by_peer(target, one.root, has_rows=rule.out_rows),
+                )
+                return
+            source, target = target if source is None else source, source if target is None else target
+            assert source is not None
+            assert target is not None
+            call(
+                self._binding, rule.name, 0, source, target, one.op, one.root
+            )  # NCCL reduces to the root's target only
 
-    def reduce_scatter(self, tensor: Tensor, result: Tensor, op: str) -> None:
-        """Run `Communicator.reduce_scatter`."""
-        with Flattened() as flattened:
-            call(self._binding, "reduce_scatter", 0, flattened.read(tensor), flattened.written(result), op)
-
-    def all_to_all(self, tensor: Tensor, result: Tensor) -> None:
-        """Run `Communicator.all_to_all`."""
-        with Flattened() as flattened:
-            sent = flattened.read(tensor).view(self._size, -1)
-            received = flattened.written(result).view(self._size, -1)
-            self._exchange(dict(enumerate(sent)), dict(enumerate(received)))
-
-    def gather(self, tensor: Tensor, result: Tensor | None, root: int) -> None:
-        """Run `Communicator.gather`; ``result`` is None except at the root."""
-        with Flattened() as flattened:
-            received = () if result is None else flattened.written(result).view(self._size, -1)
-            self._exchange({root: flattened.read(tensor)}, dict(enumerate(received)))
-
-    def scatter(self, tensor: Tensor | None, result: Tensor, root: int) -> None:
-        """Run `Communicator.scatter`; ``tensor`` is None except at the root."""
-        with Flattened() as flattened:
-            sent = () if tensor is None else flattened.read(tensor).view(self._size, -1)
-            self._exchange(dict(enumerate(sent)), {root: flattened.written(result)})
+    def _by_peer(self, flat: Tensor | None, root: int | None, *, has_rows: bool) -> dict[int, Tensor]:
+        """Return the part of a tensor for each rank: a row, or the whole of it for the root."""
+        if flat is None:
+            return {}
+        return dict(enumerate(flat.view(self._size, -1))) if has_rows else {root or 0: flat}
 
     def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> None:
         """Send and receive contiguous tensors, by peer rank; this rank's own one is copied."""

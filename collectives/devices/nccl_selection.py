@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import msgpack
 import torch
@@ -26,6 +25,7 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import DTYPES as NCCL_DTYPES
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
 from gangline.collectives.devices.nccl_communicator import NcclCommunicator
+from gangline.collectives.engine.arguments import Call
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import NCCL_CALL_SECONDS
@@ -61,6 +61,19 @@ class NcclSelection:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
+    def run(self, calls: Sequence[Call]) -> None:
+        """Run calls of a collective after all earlier ones; with NCCL, several agree once and launch one group."""
+        self._engine.wait_for_pending()
+        with self._engine.lock.over_several():
+            is_group = len(calls) > 1 and all(is_known(call.first) for call in calls)
+            for group in [calls] if is_group else [[call] for call in calls]:
+                nccl = self.choose(group[0].code, *(call.first for call in group))
+                if nccl is not None:
+                    self._launch(nccl, group)
+                    continue
+                for call in group:
+                    self._host.run(call)
+
     def choose(self, code: int, *tensors: Tensor) -> NcclCommunicator | None:
         """Return NCCL's communicator if a call uses NCCL, or None if it goes through host memory.
 
@@ -86,9 +99,7 @@ class NcclSelection:
                 return None
         if self._has_agreed:
             return self.nccl
-        flags = torch.empty(self._engine.resources.size, dtype=torch.bool, device="cpu")
-        self._host.all_gather(code, torch.tensor([self._all_here(tensors)], device="cpu"), flags)
-        return self.nccl if flags.all() else None
+        return self.nccl if all(self._host.gather_flags(code, self._all_here(tensors))) else None
 
     def _all_here(self, tensors: Sequence[Tensor]) -> bool:
         is_alone = len(tensors) == 1  # a tensor that is not contiguous is copied before its call, and not in a group
@@ -107,24 +118,18 @@ class NcclSelection:
         finally:
             self._has_agreed = False
 
-    def run(self, nccl: NcclCommunicator, name: str, code: int, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Start one call of a collective, or several together, with NCCL on the current stream of this rank's GPU.
-
-        Args:
-            nccl: the communicator that `choose` returned.
-            name: name of a method of `NcclCommunicator`.
-            code: `CallSignature.code`.
-            calls: arguments of the method, for each call.
-        """
+    def _launch(self, nccl: NcclCommunicator, calls: Sequence[Call]) -> None:
+        """Start one call of a collective, or several together, with NCCL on the current stream of this rank's GPU."""
+        code = calls[0].code
         try:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{name} was called while a CUDA graph is captured, but ranks agree on each call on the host; "
-                    "expected collectives outside of the graph"
+                    f"{calls[0].rule.name} was called while a CUDA graph is captured, but ranks agree on each call on "
+                    "the host; expected collectives outside of the graph"
                 )
             with self._calling:
                 self._engine.check_open()  # an abort in another thread has ended the binding
-                nccl.launch(name, calls)
+                nccl.launch(calls)
             self._watch_call(code)
         except BaseException as error:  # noqa: BLE001  raised again
             if isinstance(error, Exception):

@@ -1,13 +1,16 @@
-"""Checks of the arguments of collective calls: a wrong type is a TypeError, all else a ValueError."""
+"""Checked arguments of collective calls: a wrong type is a TypeError, all else a ValueError."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gangline.collectives.call_signature import TABLE, Collective, Ranks, encode_signature
 from gangline.collectives.engine.host_staging import data_of
+from gangline.collectives.engine.reduction import check as check_reduction
 from gangline.collectives.engine.reduction import check_dtype
 
 
@@ -21,12 +24,80 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
     check_dtype(tensor.dtype)
 
 
-def check_rows(tensor: object, size: int) -> None:
-    """Check that an argument is a tensor that collectives accept, with one row for each of ``size`` ranks."""
-    check_tensor(tensor)
-    assert isinstance(tensor, Tensor)
-    if tensor.dim() == 0 or tensor.shape[0] != size:
-        raise ValueError(f"tensor has shape {tuple(tensor.shape)}; expected a row for each of {size} ranks")
+class Call(NamedTuple):
+    """One rank's part of a checked call of a collective."""
+
+    number: int
+    """Index of the collective in `TABLE`."""
+    code: int
+    """`CallSignature.code`."""
+    tensor: Tensor | None
+    """Tensor that is read; None: this rank's is not."""
+    result: Tensor | None
+    """Tensor that is written, which may be ``tensor``; None: this rank has no result."""
+    root: int | None
+    op: str | None
+    nbytes: int
+    """Bytes of a rank's tensor, with all rows; of the root's, if only that one is read."""
+
+    @property
+    def rule(self) -> Collective:
+        """The collective."""
+        return TABLE[self.number]
+
+    @property
+    def first(self) -> Tensor:
+        """The tensor, or the result if there is none."""
+        first = self.result if self.tensor is None else self.tensor
+        assert first is not None
+        return first
+
+
+def check_call(number: int, tensor: Tensor | None, out: Tensor | None, option: Any, rank: int, size: int) -> Call:
+    """Check the arguments of a collective, and create its result if it has one and ``out`` is None.
+
+    Args:
+        number: index of the collective in `TABLE`.
+        tensor: tensor; ignored on ranks other than the root of a scatter.
+        out: tensor for the result, or None; ignored on ranks that get none.
+        option: operation, root, or (root, operation).
+        rank: this rank.
+        size: number of ranks.
+    """
+    rule = TABLE[number]
+    root: Any
+    op: Any
+    root, op = (option if rule.has_op else (option, None)) if rule.has_root else (None, option)
+    is_scatter = rule.in_rows and rule.reads is Ranks.ROOT  # whose tensor the other ranks lack
+    first = out if is_scatter else tensor
+    check_tensor(first, "out" if is_scatter else "tensor")
+    assert first is not None
+    if rule.in_rows and not is_scatter and (first.dim() == 0 or first.shape[0] != size):
+        raise ValueError(f"tensor has shape {tuple(first.shape)}; expected a row for each of {size} ranks")
+    if rule.has_op:
+        check_reduction(op, first.dtype)
+    if rule.has_root:
+        check_rank("root", root, size)
+    is_read = rule.reads is Ranks.ALL or rule.reads.include(is_root=rank == root)
+    if is_scatter:
+        check_written(first, "out")
+        if is_read and tensor is None:
+            raise TypeError(f"tensor is None at the root of a scatter; expected ({size}, *out.shape)")
+        if is_read and tensor is not None:
+            _check_fits("tensor", tensor, (size, *first.shape), first)
+        result: Tensor | None = first
+    elif rule.writes is not Ranks.ALL and not rule.writes.include(is_root=rank == root):
+        result = None
+    elif out is None and not (rule.in_rows or rule.out_rows):
+        check_written(first)
+        result = first
+    else:
+        row = first.shape[1:] if rule.in_rows else first.shape
+        result = _result_tensor(out, (size, *row) if rule.out_rows else row, first)
+    count = first.numel() // size if rule.in_rows and not is_scatter else first.numel()
+    code = encode_signature(rule.name, count, first.dtype, op, root)
+    nbytes = first.nbytes * size if is_scatter else first.nbytes
+    return Call(number, code, tensor if is_read else None, result, root, op, nbytes)
 
 
 def check_written(tensor: Tensor, name: str = "tensor") -> None:
@@ -53,7 +124,7 @@ def _elements_overlap(tensor: Tensor) -> bool:
     return axes[0][0] == 0 or len(torch.unique(offsets)) < tensor.numel()
 
 
-def check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
+def _check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
     """Check a tensor's shape, and that its dtype and device are those of ``like``."""
     check_tensor(tensor, name)
     if tensor.shape != tuple(shape) or tensor.dtype != like.dtype:
@@ -64,21 +135,13 @@ def check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) ->
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}, as the call's other tensor")
 
 
-def result_tensor(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+def _result_tensor(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
     """Return ``out`` after checking it, or a new tensor of this shape with the dtype and device of ``like``."""
     if out is None:
         return data_of(like).new_empty(tuple(shape))
-    check_fits("out", out, shape, like)
+    _check_fits("out", out, shape, like)
     check_written(out, "out")
     return out
-
-
-def result_or_in_place(out: Tensor | None, tensor: Tensor) -> Tensor:
-    """Return the tensor that receives a result like ``tensor``: ``out``, or ``tensor`` if ``out`` is None."""
-    if out is None:
-        check_written(tensor)
-        return tensor
-    return result_tensor(out, tensor.shape, tensor)
 
 
 def check_rank(name: str, rank: int, size: int) -> None:

@@ -25,8 +25,8 @@ from gangline.collectives.schedule import Step
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.recorder import Timeline
 from gangline.collectives.transports.base import MessageTag, Transport, wait_until
-from gangline.collectives.transports.shm.slots import CompiledSlotExchange, SlotExchange
-from gangline.collectives.tuner import SHARED, Table
+from gangline.collectives.transports.shm.slots import SlotExchange
+from gangline.collectives.tuner import SLOTS, Table, without_slots
 from gangline.collectives.work import NoThreadError, Work, WorkQueue
 
 _GATHER_SECONDS = 0.6
@@ -36,6 +36,7 @@ _TURN_SECONDS = 0.1
 _MOST_TURNS = 16
 _LEAVE_SECONDS = 5.0
 """Time for another thread to leave its collective once the communicator closes; takes about 10 ms."""
+_MOST_PLANS = 4096
 _RUNNING_SECONDS = 0.0001
 """Polling interval for a collective of another thread."""
 
@@ -106,11 +107,12 @@ class Engine:
         self.is_inherited = False
         """True in a fork of the process that opened the communicator; a fork must not use its sockets."""
         self._watchdog = resources.watchdog
+        self._plans: dict[tuple[str, int, int | None, bool, bool], Plan | None] = {}
         self._next_check = 0.0
         self._number_of_hosts = len(set(resources.hosts))
         self.shared[core.MUST_LOCK] = timeline is not None
         self.run_core, self.begin_core, self._end_core = self._core_functions(memory)
-        """Run, begin and end a collective without the lock if they can: `CompiledSlotExchange.caller` says more."""
+        """Run, begin and end a collective without the lock if they can: `SlotExchange.caller` says more."""
         _engines.add(self)
         if resources.transport.name != "in_process":
             membership = resources.membership
@@ -241,7 +243,7 @@ class Engine:
 
     def _core_functions(self, memory: bytearray) -> tuple[Callable[..., int], ...]:
         slot_exchange, table = self.resources.slot_exchange, self.resources.settings.table
-        if not isinstance(slot_exchange, CompiledSlotExchange):
+        if slot_exchange is None:
             return _decline, _decline, _decline
         key = (self.resources.size, self.resources.transport.name, self._number_of_hosts)
         for name in COLLECTIVES[: core.BARRIER]:
@@ -276,7 +278,7 @@ class Engine:
 
     def _check_late(self, number: int) -> None:
         """Check from time to time that the wait for late ranks of the collective that was begun can succeed."""
-        assert isinstance(self.resources.slot_exchange, CompiledSlotExchange)
+        assert self.resources.slot_exchange is not None
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + WAIT_CHECK_SECONDS
@@ -299,7 +301,7 @@ class Engine:
             GanglineError: if the communicator fails now.
         """
         slot_exchange = self.resources.slot_exchange
-        assert isinstance(slot_exchange, CompiledSlotExchange)
+        assert slot_exchange is not None
         with self.lock:
             if self.error is not None:
                 return False
@@ -323,7 +325,7 @@ class Engine:
             GanglineError: if the communicator fails.
         """
         slot_exchange = self.resources.slot_exchange
-        assert isinstance(slot_exchange, CompiledSlotExchange)
+        assert slot_exchange is not None
         sequence, code = slot_exchange.last_call
         self._watchdog.begin(sequence, code)
         mismatched = slot_exchange.wait()
@@ -339,7 +341,7 @@ class Engine:
         """
         if code is None:
             slot_exchange = self.resources.slot_exchange
-            if not isinstance(slot_exchange, CompiledSlotExchange):  # an interrupt: no collective was begun
+            if slot_exchange is None:  # an interrupt: no collective was begun
                 return error
             _, code = slot_exchange.last_call
         if isinstance(error, MisplacedMessageError):
@@ -369,7 +371,9 @@ class Engine:
             self.error = type(error)(*error.args)  # a copy, because the traceback refers to the caller's tensors
             self.hold()
 
-    def plan(self, collective: str, nbytes: int, root: int | None = None, *, streams: bool = False) -> Plan | None:
+    def plan(
+        self, collective: str, nbytes: int, root: int | None = None, *, streams: bool = False, has_slots: bool = True
+    ) -> Plan | None:
         """Return this rank's part of the schedule for a collective, or None to exchange the tensors through slots.
 
         Args:
@@ -377,18 +381,34 @@ class Engine:
             nbytes: bytes of the whole tensor that a rank passes (the root, for broadcast and scatter).
             root: root of the collective, if it has one.
             streams: whether the slots can take tensors of any size, in chunks.
+            has_slots: whether the core can do the call, so that it may use the slots if there are any.
         """
+        has_slots = has_slots and self.resources.slot_exchange is not None
+        key = collective, nbytes, root, streams, has_slots
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = self._make_plan(*key)
+        return self._plans[key]
+
+    def _make_plan(self, collective: str, nbytes: int, root: int | None, streams: bool, has_slots: bool) -> Plan | None:
         resources = self.resources
-        medium = resources.transport.name
         choice = resources.settings.table.choose(
-            collective, nbytes, resources.size, medium, self._number_of_hosts, streams=streams
+            collective, nbytes, resources.size, resources.transport.name, self._number_of_hosts, streams=streams
         )
-        if choice.algorithm == SHARED:
+        if choice.algorithm == SLOTS and has_slots:
             return None
+        name = choice.algorithm if choice.algorithm != SLOTS else without_slots(collective)
         schedule = algorithms.build(
-            collective, choice.algorithm, resources.size, root=root, segments=choice.segments, hosts=resources.hosts
+            collective, name, resources.size, root=root, segments=choice.segments, hosts=resources.hosts
         )
         return Plan(schedule.program(resources.rank), schedule.chunks)
+
+    @property
+    def arrived(self) -> int:
+        """Time at which all ranks had begun the core's last collective, by `time.monotonic_ns`."""
+        assert self.resources.slot_exchange is not None
+        return self.resources.slot_exchange.arrived
 
     def exchange_slots(self, sequence: int, code: int) -> int:
         """Publish this rank's slot, wait for all ranks, and return the parity of the slots to read.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,49 +15,95 @@ from gangline.collectives.schedule import Receive, Reduce, Send, Step
 from gangline.collectives.transports.base import PIECE, MessageTag, ReceiveRequest, SendRequest, Transport
 
 
-class Chunks(ABC):
-    """Memory of the numbered chunks of a schedule."""
+class Region(NamedTuple):
+    """Memory of some numbered chunks of a schedule, which have nearly equal lengths."""
 
-    @abstractmethod
+    flat: Tensor
+    """Contiguous 1-d tensor."""
+    chunks: range
+
+    def holds(self, first: int, last: int) -> bool:
+        """Return whether chunks ``first`` to ``last`` (exclusive) are side by side in this memory."""
+        return first in self.chunks and last - 1 in self.chunks and (self.chunks.step == 1 or last - first == 1)
+
+    def view(self, first: int, last: int) -> Tensor:
+        """Return these chunks as a 1-d tensor."""
+        begin, count, total = self.chunks.index(first), self.flat.numel(), len(self.chunks)
+        return self.flat[begin * count // total : (begin + last - first) * count // total]
+
+
+class Chunks:
+    """Memory of all chunks of a schedule: each is read from the input until it is written.
+
+    Chunks are written to the result, those of other ranks to scratch memory. The input is not changed, unless it is
+    also the result.
+    """
+
+    def __init__(
+        self, total: int, count: int, given: Region | None, result: Region | None, *, is_scratch: bool = False
+    ) -> None:
+        """Use an input and a result, whose memory may only overlap where they have the same chunks.
+
+        Args:
+            total: number of chunks.
+            count: number of elements of all chunks.
+            given: the input, if this rank has one.
+            result: the result, if this rank has one; it may have another dtype.
+            is_scratch: whether the input may be overwritten.
+        """
+        first = result if given is None else given
+        assert first is not None
+        self._total, self._count, self._like = total, count, first.flat
+        self._result, self._scratch = result, given if is_scratch else None
+        self._target = result if result is not None and result.flat.dtype == self._like.dtype else None
+        is_in_place = given is not None and self._target is not None and is_at(given, self._target)
+        self._given = self._target if is_in_place else given
+        self._written: dict[int, Region] = {}
+
     def source(self, first: int, last: int) -> Tensor:
         """Return chunks ``first`` to ``last`` (exclusive) for reading, as a contiguous 1-d tensor."""
+        place = self._place(first)
+        if any(self._place(chunk) is not place for chunk in range(first + 1, last)):
+            place = self._region_for(first, last)
+            self._copy(place, range(first, last))
+        return place.view(first, last)
 
-    @abstractmethod
     def target(self, first: int, last: int) -> Tensor:
         """Return chunks ``first`` to ``last`` (exclusive) for writing, as a contiguous 1-d tensor."""
+        place = self._region_for(first, last)
+        self._written.update(dict.fromkeys(range(first, last), place))
+        return place.view(first, last)
+
+    def finish(self) -> None:
+        """Copy the chunks of the result that are elsewhere."""
+        if self._result is not None:
+            self._copy(self._result, self._result.chunks)
+
+    def _place(self, chunk: int) -> Region:
+        place = self._written.get(chunk, self._given)
+        assert place is not None, f"chunk {chunk} is read before it is written"
+        return place
+
+    def _region_for(self, first: int, last: int) -> Region:
+        if self._target is not None and self._target.holds(first, last):
+            return self._target
+        if self._scratch is None or not self._scratch.holds(first, last):  # its unused parts take no physical memory
+            self._scratch = Region(self._like.new_empty(self._count), range(self._total))
+        return self._scratch
+
+    def _copy(self, place: Region, chunks: range) -> None:
+        for chunk in chunks:
+            values, into = self._place(chunk).view(chunk, chunk + 1), place.view(chunk, chunk + 1)
+            if self._place(chunk) is not place and values.data_ptr() != into.data_ptr():
+                into.copy_(values)
+            self._written[chunk] = place
 
 
-class EqualChunks(Chunks):
-    """Chunks of nearly equal length, cut from one contiguous 1-d tensor."""
-
-    def __init__(self, flat: Tensor, chunks: int) -> None:
-        self._flat = flat
-        self._count = flat.numel()
-        self._chunks = chunks
-
-    def source(self, first: int, last: int) -> Tensor:  # noqa: D102  as the base says
-        count, chunks = self._count, self._chunks
-        return self._flat[first * count // chunks : last * count // chunks]
-
-    target = source
-
-
-class AllToAllChunks(Chunks):
-    """Chunks of an all-to-all: chunk ``i * size + j`` is the row that rank i sends to rank j."""
-
-    def __init__(self, rank: int, size: int, sent: Tensor, received: Tensor) -> None:
-        """Use two contiguous (size, n) tensors: the rows that this rank sends, and the rows that it receives."""
-        self._rank, self._size = rank, size
-        self._sent, self._received = sent, received
-
-    def source(self, first: int, last: int) -> Tensor:  # noqa: D102
-        begin = first - self._rank * self._size
-        return self._sent[begin : begin + last - first].view(-1)
-
-    def target(self, first: int, last: int) -> Tensor:  # noqa: D102
-        if last - first != 1:
-            raise ValueError(f"chunks {first} to {last} of an all-to-all come from several ranks; expected one chunk")
-        return self._received[first // self._size]
+def is_at(inner: Region, outer: Region) -> bool:
+    """Return whether a region is a part of another one, and has the same memory there."""
+    first, last = inner.chunks[0], inner.chunks[-1] + 1
+    is_part = inner.holds(first, last) and outer.holds(first, last)
+    return is_part and outer.view(first, last).data_ptr() == inner.flat.data_ptr()
 
 
 class MisplacedMessageError(GanglineError):
@@ -82,7 +128,7 @@ def run(
     message_tag: MessageTag,
     op: str = "sum",
     divisor: int = 1,
-) -> None:
+) -> int:
     """Run one rank's steps and return when all its messages have been read.
 
     Args:
@@ -93,35 +139,42 @@ def run(
         op: a name in `reduction.OPERATIONS`.
         divisor: divisor of complete sums: the number of ranks for a mean.
 
+    Returns:
+        The time at which the first message had arrived, by `time.monotonic_ns`; 0 if there was none.
+
     Raises:
         MisplacedMessageError: if a message of another call arrives.
         ProtocolError: if a message has another length than expected.
         GanglineError: if a rank is dead, late or in another call.
     """
     pending: list[_Sent] = []
+    arrived = 0
     for step in program:
         if isinstance(step, Send):
             data = chunks.source(step.first, step.last).view(torch.uint8)
             request = transport.send(step.to, data, message_tag)
             if not request.is_done():
                 pending.append(_Sent(data.data_ptr(), data.data_ptr() + data.nbytes, request))
-        elif isinstance(step, Receive):
-            _receive(step, transport, chunks, message_tag, pending)
+            continue
+        if isinstance(step, Receive):
+            now = _receive(step, transport, chunks, message_tag, pending)
         else:
-            _reduce(step, transport, chunks, message_tag, pending, op, divisor if step.complete else 1)
+            now = _reduce(step, transport, chunks, message_tag, pending, op, divisor if step.complete else 1)
+        arrived = arrived or now
     for message in pending:
         message.request.wait()
+    return arrived
 
 
-def _receive(
-    step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_Sent]
-) -> None:
+def _receive(step: Receive, transport: Transport, chunks: Chunks, message_tag: MessageTag, pending: list[_Sent]) -> int:
     target = chunks.target(step.first, step.last)
     request = expect(transport, step.source, message_tag, target)
+    arrived = time.monotonic_ns()
     unread = _unread(pending, target)
     received = torch.empty_like(target) if unread else target
     request.into(received.view(torch.uint8))
     _write_when_read(target, received, unread)
+    return arrived
 
 
 def _reduce(
@@ -132,9 +185,10 @@ def _reduce(
     pending: list[_Sent],
     op: str,
     divisor: int,
-) -> None:
+) -> int:
     own = chunks.source(step.first, step.last)
     requests = [None if rank == transport.rank else expect(transport, rank, message_tag, own) for rank in step.ranks]
+    arrived = time.monotonic_ns()
     target = chunks.target(step.first, step.last)
     unread = _unread(pending, target)
     result = torch.empty_like(target) if unread else target
@@ -155,6 +209,7 @@ def _reduce(
         if request is not None:
             request.done()
     _write_when_read(target, result, unread)
+    return arrived
 
 
 def expect(transport: Transport, source: int, message_tag: MessageTag, like: Tensor) -> ReceiveRequest:

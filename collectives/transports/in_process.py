@@ -8,13 +8,11 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
 from gangline.collectives.transports.base import (
     PIECE,
-    SLOT_BYTES,
     MessageTag,
     ReceiveRequest,
     SendRequest,
@@ -22,18 +20,14 @@ from gangline.collectives.transports.base import (
     WaitPolicy,
     wait_until,
 )
-from gangline.collectives.transports.shm.slots import SlotExchange
 
 
 class ThreadGroup:
     """State shared by the threads of one communicator."""
 
-    @torch.inference_mode(mode=False)
     def __init__(self, size: int) -> None:
         self.size = size
         self.queues = {(a, b): deque[_Message]() for a in range(size) for b in range(size)}
-        self.marks = [[(0, 0, 0)] * size for _ in (0, 1)]  # [parity][rank]: count, sequence, code
-        self.slots = [[torch.empty(SLOT_BYTES, dtype=torch.uint8, device="cpu") for _ in range(size)] for _ in (0, 1)]
         self.updates = 0
         """Number of calls of `update`."""
         self._changed = threading.Condition()
@@ -143,29 +137,3 @@ class _Received(ReceiveRequest):
         if self._queue and self._queue[0] is self._message:
             self._queue.popleft()
             self._message.is_read = True
-
-
-class ThreadSlotExchange(SlotExchange):
-    """Slot exchange between the threads of one process."""
-
-    def __init__(self, rank: int, group: ThreadGroup, wait_policy: WaitPolicy) -> None:
-        super().__init__(rank, group.size)
-        self._group = group
-        self._wait_policy = wait_policy
-
-    @torch.inference_mode(mode=False)
-    def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
-        return [[slot[:nbytes].view(dtype) for slot in of_parity] for of_parity in self._group.slots]
-
-    def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
-        count = self._count = self._count + 1
-        parity = count & 1
-        marks = self._group.marks[parity]
-        self._group.update(lambda: marks.__setitem__(self.rank, (count, sequence, code)))
-        mismatched: dict[int, tuple[int, int]] = {}
-        for rank in range(self.size):
-            if marks[rank][0] != count:
-                self._group.wait(lambda rank=rank: marks[rank][0] == count, self._wait_policy, rank)  # type: ignore[misc]
-            if marks[rank][1:] != (sequence, code):
-                mismatched[rank] = marks[rank][1:]
-        return parity, mismatched

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gangline.bench.algorithms.cost import by_host, cost
 from gangline.collectives import algorithms
-from gangline.collectives.engine.executor import EqualChunks, run
+from gangline.collectives.engine.executor import Chunks, Region, run
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.liveness.membership import ThreadMembership
 from gangline.collectives.liveness.watchdog import Watchdog
@@ -316,6 +316,11 @@ def transports(size: int) -> list[InProcessTransport]:
     ]
 
 
+def _one_chunk(memory: Tensor) -> Chunks:
+    region = Region(memory, range(1))
+    return Chunks(1, memory.numel(), region, region)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
@@ -328,7 +333,7 @@ def test_memory_is_not_written_before_a_slow_rank_has_read_it(is_reduced: bool, 
     mine = own.clone()
     step: Step = Reduce((0, 1), 0, 1, complete=True) if is_reduced else Receive(1, 0, 1)
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run, [Send(1, 0, 1), step], here, EqualChunks(mine, 1), TAG)
+        running = thread.submit(run, [Send(1, 0, 1), step], here, _one_chunk(mine), TAG)
         there.send(0, as_bytes(others), TAG).wait()  # rank 0 has read all of it, and would have written by now
         late = torch.empty(count)
         receive_request = there.receive(0)
@@ -344,4 +349,4 @@ def test_a_message_of_another_length_is_an_error() -> None:
     here, there = transports(2)
     there.send(0, as_bytes(torch.ones(4)), TAG)
     with pytest.raises(ProtocolError, match="rank 1 sent 16 bytes, expected 12"):
-        run([Receive(1, 0, 1)], here, EqualChunks(torch.ones(3), 1), TAG)
+        run([Receive(1, 0, 1)], here, _one_chunk(torch.ones(3)), TAG)

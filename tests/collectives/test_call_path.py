@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -155,7 +154,7 @@ def test_a_communicator_on_one_host_opens_in_few_exchanges() -> None:
     assert spawn(_rounds, 3, transport="ipc", timeout=60) == [ROUNDS] * 3
 
 
-def _no_memory_on_rank_1(comm: Communicator, transport: str, processor: str = "") -> tuple[str, int, list[str]]:
+def _no_memory_on_rank_1(comm: Communicator, transport: str, without_core: bool = False) -> tuple[str, int, list[str]]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
@@ -163,9 +162,8 @@ def _no_memory_on_rank_1(comm: Communicator, transport: str, processor: str = ""
 
     exchange = Mock(wraps=exchange_over(comm))
     with pytest.MonkeyPatch.context() as patch:
-        if processor:
-            patch.setattr(segments, "_KEEPS_ORDER", False)
-            patch.setattr(segments, "core", None)
+        if without_core:
+            patch.setattr(segments, "has_collectives", comm.rank != 1)
         elif comm.rank == 1:
             patch.setattr(host_group, "Offer", Mock(side_effect=OSError("no memory")))
         with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
@@ -182,10 +180,10 @@ def test_all_ranks_use_sockets_if_one_cannot_share_memory_and_each_warns_once() 
         spawn(_no_memory_on_rank_1, 3, "shared_memory", transport="ipc", timeout=60)
 
 
-def test_ranks_on_a_processor_that_reorders_stores_use_sockets_without_the_core() -> None:
-    reason = f"{platform.machine()} processors may reorder stores, which only gangline._core prevents: {problem}"
-    warning = f"ranks communicate through sockets instead of shared memory: rank 0 cannot offer memory: {reason}"
-    found = spawn(_no_memory_on_rank_1, 2, "auto", "reorders stores", transport="ipc", timeout=60)
+def test_all_ranks_use_sockets_if_one_lacks_the_core() -> None:
+    reason = f"gangline._core, which shared memory needs, is not used: {problem or segments.NO_TENSORS}"
+    warning = f"ranks communicate through sockets instead of shared memory: rank 1 cannot offer memory: {reason}"
+    found = spawn(_no_memory_on_rank_1, 2, "auto", True, transport="ipc", timeout=60)
     assert found == [("ipc", ROUNDS_OF_FALLBACK, [warning])] * 2
 
 

@@ -21,7 +21,6 @@ from gangline.collectives.communicator import Communicator
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import PIECE, SLOT_BYTES
 from gangline.collectives.transports.shm import cma
-from gangline.collectives.transports.shm.slots import SharedSlotExchange
 from tests.collectives.grid import (
     CALLS,
     COLLECTIVES,
@@ -47,7 +46,7 @@ HOSTS: dict[str, Callable[[int], Sequence[int]]] = {
 
 def calls_of(algorithm: str) -> list[str]:
     """Return the calls that have an algorithm; those without a choice exchange through slots."""
-    return [call for call in CALLS if algorithm in (tuner.names(call) if call in tuner.TUNED else [tuner.SHARED])]
+    return [call for call in CALLS if algorithm in (tuner.names(call) if call in tuner.TUNED else [tuner.SLOTS])]
 
 
 def threads(size: int, algorithm: str, hosts: Sequence[int] | None = None, segments: int = 1) -> list[Communicator]:
@@ -96,7 +95,7 @@ def test_every_schedule(sizes: range, calls: Sequence[str]) -> None:
 
 # Destinations, dtypes and operations between few threads, through slots and by schedules
 
-FEW = [(2, "two_shot"), (3, "halving_doubling"), (3, tuner.SHARED), (5, "ring"), (5, tuner.SHARED)]
+FEW = [(2, "two_shot"), (3, "halving_doubling"), (3, tuner.SLOTS), (5, "ring"), (5, tuner.SLOTS)]
 
 
 @pytest.mark.parametrize(("size", "algorithm"), FEW)
@@ -161,7 +160,7 @@ HOSTS_OF_PROCESSES: dict[str, Callable[[int, int], int]] = {
     "two hosts": lambda rank, size: rank % 2,
     "three hosts": lambda rank, size: max(0, rank - size + 3),  # most ranks are on the first one
 }
-WAYS = ("core", "slots without core", "staged", "ipc", "tcp", *HOSTS_OF_PROCESSES)
+WAYS = ("core", "staged", "ipc", "tcp", *HOSTS_OF_PROCESSES)
 
 
 @contextmanager
@@ -169,9 +168,7 @@ def between(comm: Communicator, way: str) -> Iterator[Communicator]:
     """Open another communicator between the same processes, with another way to exchange data, or with an algorithm."""
     with pytest.MonkeyPatch.context() as patch:
         transport = way if way in ("ipc", "tcp") else "auto" if way in HOSTS_OF_PROCESSES else "shared_memory"
-        if way == "slots without core":
-            patch.setattr(groups, "CompiledSlotExchange", SharedSlotExchange)
-        elif way == "staged":
+        if way == "staged":
             patch.setattr(cma, "may_read", lambda *_: False)
         elif way in HOSTS_OF_PROCESSES:
             host = HOSTS_OF_PROCESSES[way](comm.rank, comm.size)
@@ -197,7 +194,7 @@ def _in_processes(comm: Communicator, ways: Sequence[str], larges: int) -> None:
     for way in ways:
         with between(comm, way) as group:
             walk(group, way, _of_processes(way, comm.size, larges))
-            if way in ("core", "slots without core") and comm.size < 4:
+            if way == "core" and comm.size < 4:
                 walk(group, way, _of_dtypes(way, COLLECTIVES, comm.size))
     random = Random(comm.size)
     for call in CALLS:
@@ -232,7 +229,7 @@ def test_processes_in_every_way(size: int) -> None:
 
 @given(st.randoms(use_true_random=False), st.integers(1, 9), st.sampled_from(ALGORITHMS), st.integers(1, 5))
 def test_any_cell(random: Random, size: int, algorithm: str, segments: int) -> None:
-    host_of = random.choice([*HOSTS.values()]) if random.random() < 0.3 and algorithm != tuner.SHARED else None
+    host_of = random.choice([*HOSTS.values()]) if random.random() < 0.3 and algorithm != tuner.SLOTS else None
     cells = [
         drawn(random, random.choice(calls_of(algorithm)), random.choice([0, 1, 5, 40, 3000, 16_385]), size)
         for _ in range(8)

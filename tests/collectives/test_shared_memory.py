@@ -523,6 +523,8 @@ def _yields_before_sleep(comm: Communicator, is_crowded: bool, async_op: bool) -
             patch.setattr(libc, "sched_yield", yields)
             if comm.rank == 1:
                 time.sleep(0.3)
+            if async_op:
+                other._engine.hold()  # else it begins in this thread
             work = other.all_reduce(torch.ones(3), async_op=async_op)
             if isinstance(work, Work):
                 work.wait()

@@ -130,13 +130,16 @@ def test_with_nccl_a_call_costs_one_exchange_on_the_host(
     worker: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[int] = Counter()
-    gather = HostCollectives.all_gather
 
-    def counted_gather(host: HostCollectives, *arguments: Any) -> None:
-        counts[host._rank] += 1
-        gather(host, *arguments)
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(host: HostCollectives, *arguments: Any) -> Any:
+            counts[host._rank] += 1
+            return method(host, *arguments)
 
-    monkeypatch.setattr(HostCollectives, "all_gather", counted_gather)
+        return counted
+
+    for name in ("run", "gather_flags"):
+        monkeypatch.setattr(HostCollectives, name, counting(getattr(HostCollectives, name)))
     with simulated_gpus():
         first, second = in_threads(2, _counted, worker, counts)
     assert first == second

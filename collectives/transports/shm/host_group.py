@@ -10,7 +10,6 @@ from typing import Any
 import msgpack
 import torch
 
-from gangline.collectives.compiled_core import has_collectives
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.shm import cma
 from gangline.collectives.transports.shm.cpu_quota import are_enough, cpu_quotas
@@ -35,8 +34,6 @@ class HostGroup:
     """For each rank, the ranks whose process memory it can read (`cma.read`)."""
     has_cores: bool
     """True if the cores that ranks may run on, and their CPU quotas, leave each rank a core of its own."""
-    is_compiled: bool
-    """True if all ranks have the collectives of `gangline._core`."""
     _taken: int = 0  # bytes
 
     @property
@@ -95,7 +92,7 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
             except OSError as error:
                 problem = f"rank {rank} cannot open the memory of rank {members[len(segments)]}: {error}"
         readable = [index for index, one in enumerate(offers) if members[index] != rank and _is_readable(*one)]
-        outcomes = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable, has_collectives]))]
+        outcomes = [msgpack.unpackb(packed) for packed in exchange(msgpack.packb([problem, readable]))]
     finally:
         if offer is not None:
             offer.close()
@@ -110,7 +107,6 @@ def open_host_group(rank: int, members: Sequence[int], nbytes: int, exchange: Bo
         [set(outcomes[member][1]) for member in members],
         len({number for *_, cores, _ in offers for number in cores}) >= len(members)
         and are_enough([quotas for *_, quotas in offers]),
-        all(is_compiled for *_, is_compiled in outcomes),
     )
 
 

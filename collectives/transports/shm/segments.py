@@ -22,7 +22,7 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
-from gangline.collectives.compiled_core import core, problem
+from gangline.collectives.compiled_core import core, has_collectives, problem
 from gangline.collectives.transports.base import BootstrapAllGather
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034  # Python 3.11's fcntl has no names for them
@@ -35,6 +35,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
+NO_TENSORS = "torch does not describe its tensors to C"
 _KEEPS_ORDER = platform.machine() == "x86_64"
 
 
@@ -54,10 +55,10 @@ class Words(Protocol):
 
 
 def processor_problem() -> str:
-    """Return why processes cannot share memory on this processor; "" if they can."""
-    if _KEEPS_ORDER or core is not None:
+    """Return why processes cannot share memory here; "" if they can."""
+    if has_collectives:
         return ""
-    return f"{platform.machine()} processors may reorder stores, which only gangline._core prevents: {problem}"
+    return f"gangline._core, which shared memory needs, is not used: {problem or NO_TENSORS}"
 
 
 class _AtomicWords:

@@ -7,7 +7,6 @@ have finished reading the slot: no second synchronisation is needed.
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -24,26 +23,55 @@ _CACHE_LINE = 64  # bytes
 _SEGMENT_BYTES = 2 * (_CACHE_LINE + SLOT_BYTES)  # pages that are never touched take no memory
 
 
-class SlotExchange(ABC):
-    """One slot per rank, readable by all ranks of a process or host. Not thread-safe."""
+class SlotExchange:
+    """One slot for each process of a host, readable by all of them. Collective: all ranks must create it."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._count = 0
+    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
+        assert core is not None
+        self._wakeup = FutexWakeup(group, wait_policy)
+        # a segment: marks (count, sequence, code) of both parities, then the slots of both
+        self._segments = group.take(_SEGMENT_BYTES)
+        marks = [[segment.words(_CACHE_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
+        self._others = [[(r, m) for r, m in enumerate(of_parity) if r != group.rank] for of_parity in marks]
+        words = [group.size, group.rank, SLOT_BYTES, *self._wakeup.compiled_group]
+        for segment, asleep in zip(self._segments, self._wakeup.compiled_peers, strict=True):
+            slots = segment.address + 2 * _CACHE_LINE
+            words += [segment.address, segment.address + _CACHE_LINE, slots, slots + SLOT_BYTES, asleep]
+        self._core = core
+        self._handle = core.open_slots(struct.pack(f"{len(words)}q", *words))
 
-    @abstractmethod
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Return the bytes of shared memory that each of ``size`` ranks needs."""
+        return padded(FutexWakeup.nbytes(size)) + padded(_SEGMENT_BYTES)
+
+    @torch.inference_mode(mode=False)  # callers keep them
     def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return the slots as ``[parity][rank]`` 1-D tensors of ``dtype`` with ``nbytes`` bytes; callers may keep them.
 
         Other ranks' slots are read-only.
         """
+        offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + SLOT_BYTES]
+        return [[segment.tensor(offset, nbytes).view(dtype) for segment in self._segments] for offset in offsets]
 
     @property
     def parity(self) -> int:
         """Set of slots that the next exchange uses: write this rank's slot of it before `publish_and_wait`."""
-        return (self._count + 1) & 1
+        count: int = self._core.state(self._handle)[0]
+        return (count + 1) & 1
 
-    @abstractmethod
+    @property
+    def last_call(self) -> tuple[int, int]:
+        """Number and code of the last collective that was begun."""
+        _, sequence, code, _ = self._core.state(self._handle)
+        return sequence, code
+
+    @property
+    def arrived(self) -> int:
+        """Time at which all ranks had begun the last collective, by `time.monotonic_ns`."""
+        arrived: int = self._core.state(self._handle)[3]
+        return arrived
+
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:
         """Publish this rank's slot and wait until all ranks have published theirs.
 
@@ -57,79 +85,8 @@ class SlotExchange(ABC):
         Raises:
             GanglineError: if `WaitPolicy.check` raises it.
         """
-
-
-class SharedSlotExchange(SlotExchange):
-    """Slot exchange between the processes of one host. Collective: all ranks must create it."""
-
-    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
-        super().__init__(group.rank, group.size)
-        self._wakeup = FutexWakeup(group, wait_policy)
-        # a segment: marks (count, sequence, code) of both parities, then the slots of both
-        self._segments = group.take(_SEGMENT_BYTES)
-        marks = [[segment.words(_CACHE_LINE * parity, 3) for segment in self._segments] for parity in (0, 1)]
-        self._own = [of_parity[self.rank] for of_parity in marks]
-        self._others = [[(r, m) for r, m in enumerate(of_parity) if r != self.rank] for of_parity in marks]
-
-    @staticmethod
-    def nbytes(size: int) -> int:
-        """Return the bytes of shared memory that each of ``size`` ranks needs."""
-        return padded(FutexWakeup.nbytes(size)) + padded(_SEGMENT_BYTES)
-
-    @torch.inference_mode(mode=False)  # callers keep them
-    def slots(self, nbytes: int, dtype: torch.dtype) -> list[list[Tensor]]:  # noqa: D102
-        offsets = [2 * _CACHE_LINE, 2 * _CACHE_LINE + SLOT_BYTES]
-        return [[segment.tensor(offset, nbytes).view(dtype) for segment in self._segments] for offset in offsets]
-
-    def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
-        count = self._count = self._count + 1
-        parity = count & 1
-        own = self._own[parity]
-        own[1] = sequence
-        own[2] = code
-        own[0] = count  # last: a rank that sees the count sees everything written before it
-        for rank, _ in self._others[parity]:
-            self._wakeup.notify(rank)
-        return parity, self._wait(count, sequence, code)
-
-    def _wait(self, count: int, sequence: int, code: int) -> dict[int, tuple[int, int]]:
-        """Wait for an exchange; return rank -> (sequence, code) of ranks in another call."""
-        mismatched: dict[int, tuple[int, int]] = {}
-        for rank, marks in self._others[count & 1]:
-            if marks[0] != count:
-                self._wakeup.wait(rank, partial(_has_count, marks, count))
-            if marks[2] != code or marks[1] != sequence:
-                mismatched[rank] = (marks[1], marks[2])
-        return mismatched
-
-
-class CompiledSlotExchange(SharedSlotExchange):
-    """Slot exchange by `gangline._core`, which also reduces. Collective: all ranks must create it."""
-
-    def __init__(self, group: HostGroup, wait_policy: WaitPolicy) -> None:
-        super().__init__(group, wait_policy)
-        words = [self.size, self.rank, SLOT_BYTES, *self._wakeup.compiled_group]
-        for segment, asleep in zip(self._segments, self._wakeup.compiled_peers, strict=True):
-            slots = segment.address + 2 * _CACHE_LINE
-            words += [segment.address, segment.address + _CACHE_LINE, slots, slots + SLOT_BYTES, asleep]
-        assert core is not None
-        self._handle = core.open_slots(struct.pack(f"{len(words)}q", *words))
-        self._state: Callable[[], tuple[int, int, int]] = partial(core.state, self._handle)
-
-    @property
-    def parity(self) -> int:  # noqa: D102
-        return (self._state()[0] + 1) & 1
-
-    @property
-    def last_call(self) -> tuple[int, int]:
-        """Number and code of the last collective that was begun."""
-        return self._state()[1:]
-
-    def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:  # noqa: D102
-        assert core is not None
-        status = core.exchange(self._handle, sequence, code)
-        count = self._state()[0]
-        return count & 1, self._wait(count, sequence, code) if status else {}
+        status = self._core.exchange(self._handle, sequence, code)
+        return (self.parity + 1) & 1, self.wait() if status else {}
 
     def caller(self, wait: Callable[[], None], shared: bytearray) -> tuple[Callable[..., int], ...]:
         """Return three functions that run, begin and end a collective of plain tensors, contiguous and on the CPU.
@@ -144,12 +101,19 @@ class CompiledSlotExchange(SharedSlotExchange):
             wait: waits once for late ranks.
             shared: the engine's integers, as `compiled_core` numbers them.
         """
-        assert core is not None
-        return core.caller((self._handle, wait, shared))
+        functions: tuple[Callable[..., int], ...] = self._core.caller((self._handle, wait, shared))
+        return functions
 
     def wait(self) -> dict[int, tuple[int, int]]:
         """Wait for the exchange that was begun; return rank -> (sequence, code) of ranks in another call."""
-        return self._wait(*self._state())
+        count, sequence, code, _ = self._core.state(self._handle)
+        mismatched: dict[int, tuple[int, int]] = {}
+        for rank, marks in self._others[count & 1]:
+            if marks[0] != count:
+                self._wakeup.wait(rank, partial(_has_count, marks, count))
+            if marks[2] != code or marks[1] != sequence:
+                mismatched[rank] = (marks[1], marks[2])
+        return mismatched
 
 
 def _has_count(marks: Words, count: int) -> bool:

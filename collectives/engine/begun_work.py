@@ -1,0 +1,41 @@
+"""Handle of a small collective that has begun in the caller's thread, and that no other thread runs."""
+
+from __future__ import annotations
+
+import time
+
+from gangline.collectives.engine.engine import Engine
+from gangline.collectives.errors import GanglineError
+from gangline.collectives.work import Work
+
+_POLL_SECONDS = 0.0001
+
+
+class BegunWork(Work):
+    """Handle of a collective that is published: `wait`, `is_completed` or the communicator's next call ends it."""
+
+    def __init__(self, name: str, engine: Engine, number: int, result: object) -> None:
+        super().__init__(name, None, result)
+        self._engine, self._number = engine, number
+
+    def _wait_until_over(self, timeout: float | None) -> None:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._is_ended(waits=until is None):
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"{self._name} is still running after {timeout} s")
+            time.sleep(_POLL_SECONDS)
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is over, with or without an error; end it if no rank is late."""
+        return self._is_over or self._is_ended(waits=False)
+
+    def _is_ended(self, *, waits: bool) -> bool:
+        try:
+            self._is_over = self._engine.end_begun(self._number, waits=waits)
+        except BaseException as error:
+            if self._engine.error is None:  # as of a nested call: the operation goes on
+                raise
+            self._error, self._is_over = error, True
+            if not isinstance(error, GanglineError) and not waits:  # an interrupt
+                raise
+        return self._is_over
