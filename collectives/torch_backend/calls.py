@@ -56,6 +56,7 @@ _NAMED_OPS: dict[str, Op] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_PLAIN_OPS = ("sum", "product", "min", "max")  # which the communicator has for all dtypes
 _OPS = {hash(getattr(ReduceOp, name)): op for name, op in _NAMED_OPS.items()}  # names of pybind11's enums are slow
 
 
@@ -430,16 +431,22 @@ def _method_of(row: _Row) -> Callable[..., Any]:
             elif has_root:
                 option = opts.rootRank
             is_here = tensor is opts or getattr(tensor, "is_cpu", False)
-            if is_here and not is_async and self.communicator.run_small(small, tensor, out, option):
-                self._calls += 1
-                if rows is _new_rows and out is not None:
-                    for one, values in zip(args[0][0], out, strict=True):
-                        one.data.copy_(values)
-                if getrefcount(self._finished) > 2:  # the caller of an earlier call keeps its handle
-                    self._finished = FinishedWork()
-                self._finished._tensors = args[0] if args else ()
-                return self._finished
-            if is_here and is_async and rows is not _new_rows and (tensor is opts or tensor.numel() <= _SMALL_ELEMENTS):
+            if is_here and not is_async:
+                is_over = self.communicator.run_small(small, tensor, out, option)
+                if not is_over and small == core.ALL_REDUCE and option in _PLAIN_OPS and type(tensor) is Tensor:
+                    function = partial(self.communicator.all_reduce, tensor, option)
+                    is_over = not (tensor.is_sparse or has_modes()) and self._run_now(name, function)
+                if is_over:
+                    self._calls += 1
+                    if rows is _new_rows and out is not None:
+                        for one, values in zip(args[0][0], out, strict=True):
+                            one.data.copy_(values)
+                    finished = self._finished
+                    if getrefcount(finished) > 3:  # the caller of an earlier call keeps it
+                        finished = self._finished = FinishedWork()
+                    finished._tensors = args[0] if args else ()
+                    return finished
+            elif is_here and rows is not _new_rows and (tensor is opts or tensor.numel() <= _SMALL_ELEMENTS):
                 begun = self.communicator.begin_small(small, tensor, out, option)
                 if begun is not None:
                     self._calls += 1
