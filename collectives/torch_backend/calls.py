@@ -312,10 +312,6 @@ def _one_list(lists: Sequence[Any]) -> list[Tensor]:
     return list(tensors_in(lists))
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     if len(outputs) != len(inputs):
         raise ValueError(f"{len(outputs)} outputs were given for {len(inputs)} inputs; expected one for each")
@@ -387,7 +383,12 @@ _TABLE = (
     _Row("all_to_all_single alltoall_base", _all_to_all_single, _PAIR + " output_split_sizes input_split_sizes"),
     _Row("barrier", Communicator.barrier, "", core.BARRIER),
 )
-_CONVERSIONS: dict[str, Callable[[Any], Any]] = {"Tensor": _only, "Sequence[Tensor]": _one_list}
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "Tensor": _only,
+    "Sequence[Tensor]": _one_list,
+    "Sequence[int] | None": lambda sizes: sizes,
+}
+"""Conversion of what torch passes for a parameter of `_Row.run`, by its annotation."""
 _OPTIONS = {"": "opts timeout", "root": "opts timeout root", "op": "opts timeout op", "root op": "opts op timeout root"}
 """Names of the parameters after the tensors, for each combination of those of `_Row.run`. ``opts`` are torch's options:
 operation, root, whether the caller waits at once, a timeout. torch's overloads pass an operation or a root instead."""
@@ -397,7 +398,7 @@ def _method_of(row: _Row) -> Callable[..., Any]:
     """Return the method of one of torch's collectives."""
     methods, tensor_names, small, rows = row.methods.split(), row.tensors.split(), row.small, row.rows
     name, parameters = row.run.__name__.strip("_").removesuffix("_single"), signature(row.run).parameters
-    kinds = [str(parameters[one].annotation) for one in [*parameters][1 : 1 + len(tensor_names)]]
+    conversions = [_CONVERSIONS[str(one.annotation)] for one in [*parameters.values()][1 : 1 + len(tensor_names)]]
     has_root, has_op, number_of_tensors = "root" in parameters, "op" in parameters, len(tensor_names)
     run = partial(_run_each, row.run, not has_op)
     names = [*tensor_names, *_OPTIONS[" ".join(one for one in ("root", "op") if one in parameters)].split()]
@@ -442,7 +443,7 @@ def _method_of(row: _Row) -> Callable[..., Any]:
                         for one, values in zip(args[0][0], out, strict=True):
                             one.data.copy_(values)
                     finished = self._finished
-                    if getrefcount(finished) > 3:  # the caller of an earlier call keeps it
+                    if getrefcount(finished) > 3 or finished._future is not None:  # the caller keeps it, or its future
                         finished = self._finished = FinishedWork()
                     finished._tensors = args[0] if args else ()
                     return finished
@@ -473,8 +474,8 @@ def _method_of(row: _Row) -> Callable[..., Any]:
                 op = getattr(opts, "reduceOp", opts) if op is None else op
                 rest.append(_op_of(ReduceOp.SUM if op is None or type(op) is int else op))  # an int: the root
             if row.calls is None:
-                tensors = [_CONVERSIONS.get(kind, _same)(value) for kind, value in zip(kinds, tensors, strict=True)]
-                calls, shown = [(*tensors, *rest)], name
+                converted = [convert(value) for convert, value in zip(conversions, tensors, strict=True)]
+                calls, shown = [(*converted, *rest)], name
             else:
                 calls = [(*one, *rest) for one in row.calls(*tensors)]
                 shown = f"{name} of {len(calls)}"

@@ -596,6 +596,8 @@ def handles_of_calls_that_are_over_keep_their_tensors(rank: int, size: int) -> N
         assert [one is tensor for one in work.result()] == [True]
         assert work.get_future().wait()[0] is tensor
         same(tensor, summed(5, size))
+    for tensor in tensors:
+        assert group().allreduce([tensor], options).get_future().wait()[0] is tensor
 
 
 @case
