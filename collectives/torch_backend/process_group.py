@@ -35,7 +35,8 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     silently send a missing method to the required C++ backend, which raises on every call.
 
     Calls of one group are matched by order on all ranks, in any threads, as in gloo. They run one at a time, in a
-    thread of the group, or in the caller if the call is synchronous and no other call is pending. Tensors must not be
+    thread of the group, or in the caller if no other call is pending and the call is synchronous, or small: an
+    asynchronous one then ends in ``wait``, or in the thread if its future was asked for. Tensors must not be
     used until their call is done. They may be non-contiguous or empty, and of any dtype if they are only moved. Errors
     are those of `Communicator`.
 
