@@ -50,6 +50,8 @@ from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.work import Work
 
+_IN_PLACE = (ALL_REDUCE, BROADCAST)
+"""Collectives that have a result on every rank, which may replace the tensor."""
 _BARRIER_CODE = encode_signature("barrier", 0, torch.uint8, None, None)
 
 
@@ -429,13 +431,15 @@ class Communicator:
 
         The option is the operation of a reduction, the root, or (root, operation) of a reduce.
         """
-        rule, call = TABLE[number], None
-        if out is None and (rule.in_rows or rule.out_rows):  # the result cannot replace the tensor
-            call = check_call(number, tensor, None, option, self.rank, self.size)
-            out = call.result
+        call: Call | None = None
         result = tensor if out is None else out
-        if rule.writes is Ranks.ROOT and self.rank != (option[0] if rule.has_op else option):
-            result = None
+        if number not in _IN_PLACE:
+            rule = TABLE[number]
+            if out is None and (rule.in_rows or rule.out_rows):  # the result cannot replace the tensor
+                call = check_call(number, tensor, None, option, self.rank, self.size)
+                result = out = call.result
+            elif rule.writes is Ranks.ROOT and self.rank != (option[0] if rule.has_op else option):
+                result = None
         if async_op:
             work = self.begin_small(number, tensor, out, option)
             if work is not None:
@@ -495,7 +499,7 @@ class Communicator:
         self._engine.check_outermost()
         if self._engine.queue.unfinished or self._gpus.nccl is not None:
             return False
-        return self._engine.run_compiled(*arguments)
+        return self._engine.run_compiled(*arguments) == DONE
 
     def begin_small(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None

@@ -1,6 +1,8 @@
 /* gangline._core: collectives through the slots of a host, and sums of several arrays in one pass over memory.
  *
- * Optional: Python does the same, with the same bits. The slots and their marks are those of transports/shm/slots.py.
+ * Optional: without it ranks send messages, which Python reduces. The slots are those of transports/shm/slots.py.
+ * Names: n elements of p operands or ranks; "in" and "out" their addresses; "how" they are reduced; "most" bytes that a
+ * tensor may have; "given" arguments of a function; "looks" at marks; a call that "counts" takes a number of its own.
  * No exchange and no sum allocates memory or waits for long: after some yields Python waits, with its deadlines. */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -222,11 +224,7 @@ typedef struct {
 } Slots;
 
 static void release_tensors(Slots *slots) {
-    for (int i = 0; i < 2; i++) {
-        PyObject *tensor = slots->tensors[i];
-        slots->tensors[i] = NULL;
-        Py_XDECREF(tensor);
-    }
+    for (int i = 0; i < 2; i++) Py_CLEAR(slots->tensors[i]);
 }
 
 static void close_slots(PyObject *capsule) {
@@ -761,7 +759,7 @@ static PyObject *combine(PyObject *Py_UNUSED(module), PyObject *const *args, Py_
         const Sum *sum = (const Sum *)(words + i);
         if (length - i < SUM_WORDS || sum->sources < 1 || sum->sources > MOST_OPERANDS || sum->outs < 1 ||
             sum->outs > MOST_OPERANDS || length - i - SUM_WORDS < (size_t)(sum->sources + sum->outs))
-            return PyErr_Format(PyExc_ValueError, "word %zu of %zu begins what is not a sum; expected one of 1 to %d addresses",
+            return PyErr_Format(PyExc_ValueError, "word %zu of %zu is not the first of a sum; expected 1 to %d addresses",
                                 i, length, MOST_OPERANDS);
         if (sum->dtype < 0 || sum->dtype >= (how.divisor > 1 ? I8 : DTYPES) || how.divisor < 1 || sum->count < 0)
             return PyErr_Format(PyExc_ValueError, "dtype %lld, divisor %lld, %lld elements", (long long)sum->dtype,
@@ -810,7 +808,7 @@ static PyMethodDef functions[] = {
     FAST(use_tensors, "Take the functions and types of tensors; return whether `collective` can use them."),
     {"caller", caller, METH_O, "Return the functions run, begin and end of an engine: (slots, wait, shared)."},
     FAST(exchange, "Publish this rank's slot and wait a little for the others; return 0, -1 or -2."),
-    {"state", state, METH_O, "Return exchanges published; number and code of the last call; when all ranks had begun it."},
+    {"state", state, METH_O, "Return exchanges; number and code of the last call; when all ranks had begun it."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},
     FAST(word, "Load the word at an address, or store it; return its value."),
     FAST(checksum, "Return two numbers that change with the bytes at an address, and with their order."),

@@ -25,6 +25,7 @@ from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.nccl import DTYPES as NCCL_DTYPES
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
 from gangline.collectives.devices.nccl_communicator import NcclCommunicator
+from gangline.collectives.eager import has_modes, leave_modes
 from gangline.collectives.engine.arguments import Call
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.host_collectives import HostCollectives
@@ -64,15 +65,26 @@ class NcclSelection:
     def run(self, calls: Sequence[Call]) -> None:
         """Run calls of a collective after all earlier ones; with NCCL, several agree once and launch one group."""
         self._engine.wait_for_pending()
-        with self._engine.lock.over_several():
+        self._engine.lock.acquire()
+        modes = leave_modes() if has_modes() else None
+        try:
+            if modes is not None:
+                modes.__enter__()
             is_group = len(calls) > 1 and all(is_known(call.first) for call in calls)
-            for group in [calls] if is_group else [[call] for call in calls]:
-                nccl = self.choose(group[0].code, *(call.first for call in group))
-                if nccl is not None:
-                    self._launch(nccl, group)
-                    continue
-                for call in group:
+            if is_group and (nccl := self.choose(calls[0].code, *(call.first for call in calls))) is not None:
+                self._launch(nccl, calls)
+                return
+            for call in calls:
+                is_plain = is_group or (self.nccl is None and not call.first.is_cuda)
+                nccl = None if is_plain else self.choose(call.code, call.first)
+                if nccl is None:
                     self._host.run(call)
+                else:
+                    self._launch(nccl, [call])
+        finally:
+            if modes is not None:
+                modes.__exit__(None, None, None)
+            self._engine.lock.release()
 
     def choose(self, code: int, *tensors: Tensor) -> NcclCommunicator | None:
         """Return NCCL's communicator if a call uses NCCL, or None if it goes through host memory.

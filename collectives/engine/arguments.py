@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import TABLE, Collective, Ranks, encode_signature
+from gangline.collectives.call_signature import DTYPES, TABLE, Collective, Ranks, encode_signature
 from gangline.collectives.engine.host_staging import data_of
 from gangline.collectives.engine.reduction import check as check_reduction
 from gangline.collectives.engine.reduction import check_dtype
@@ -21,7 +21,8 @@ def check_tensor(tensor: object, name: str = "tensor") -> None:
     if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} is {kind} on {tensor.device}; expected a dense tensor on the CPU or a GPU")
-    check_dtype(tensor.dtype)
+    if tensor.dtype not in DTYPES:
+        check_dtype(tensor.dtype)
 
 
 class Call(NamedTuple):
@@ -29,6 +30,8 @@ class Call(NamedTuple):
 
     number: int
     """Index of the collective in `TABLE`."""
+    rule: Collective
+    """The collective."""
     code: int
     """`CallSignature.code`."""
     tensor: Tensor | None
@@ -39,18 +42,8 @@ class Call(NamedTuple):
     op: str | None
     nbytes: int
     """Bytes of a rank's tensor, with all rows; of the root's, if only that one is read."""
-
-    @property
-    def rule(self) -> Collective:
-        """The collective."""
-        return TABLE[self.number]
-
-    @property
-    def first(self) -> Tensor:
-        """The tensor, or the result if there is none."""
-        first = self.result if self.tensor is None else self.tensor
-        assert first is not None
-        return first
+    first: Tensor
+    """The tensor, or the result if there is none."""
 
 
 def check_call(number: int, tensor: Tensor | None, out: Tensor | None, option: Any, rank: int, size: int) -> Call:
@@ -89,7 +82,8 @@ def check_call(number: int, tensor: Tensor | None, out: Tensor | None, option: A
     elif rule.writes is not Ranks.ALL and not rule.writes.include(is_root=rank == root):
         result = None
     elif out is None and not (rule.in_rows or rule.out_rows):
-        check_written(first)
+        if not first.is_contiguous():
+            check_written(first)
         result = first
     else:
         row = first.shape[1:] if rule.in_rows else first.shape
@@ -97,7 +91,7 @@ def check_call(number: int, tensor: Tensor | None, out: Tensor | None, option: A
     count = first.numel() // size if rule.in_rows and not is_scatter else first.numel()
     code = encode_signature(rule.name, count, first.dtype, op, root)
     nbytes = first.nbytes * size if is_scatter else first.nbytes
-    return Call(number, code, tensor if is_read else None, result, root, op, nbytes)
+    return Call(number, rule, code, tensor if is_read else None, result, root, op, nbytes, first)
 
 
 def check_written(tensor: Tensor, name: str = "tensor") -> None:

@@ -36,7 +36,6 @@ _TURN_SECONDS = 0.1
 _MOST_TURNS = 16
 _LEAVE_SECONDS = 5.0
 """Time for another thread to leave its collective once the communicator closes; takes about 10 ms."""
-_MOST_PLANS = 4096
 _RUNNING_SECONDS = 0.0001
 """Polling interval for a collective of another thread."""
 
@@ -107,7 +106,6 @@ class Engine:
         self.is_inherited = False
         """True in a fork of the process that opened the communicator; a fork must not use its sockets."""
         self._watchdog = resources.watchdog
-        self._plans: dict[tuple[str, int, int | None, bool, bool], Plan | None] = {}
         self._next_check = 0.0
         self._number_of_hosts = len(set(resources.hosts))
         self.shared[core.MUST_LOCK] = timeline is not None
@@ -176,10 +174,12 @@ class Engine:
         Raises:
             NestedCallError: if this thread is inside a collective.
         """
-        self.check_outermost()
-        if self.shared[core.BEGUN] and self.error is None:
-            self.end_begun(self.shared[core.BEGUN])
-        if self.queue.unfinished and not self.queue.is_running_here():
+        shared, thread = self.shared, threading.get_ident()
+        if shared[core.LOCKED] == thread or shared[core.RUNNING] == thread:
+            self.check_outermost()
+        if shared[core.BEGUN] and self.error is None:
+            self.end_begun(shared[core.BEGUN])
+        if shared[core.QUEUED] and not self.queue.is_running_here():
             self.queue.run(lambda: None, Work("wait"), keys=(self,), priority=0)
 
     def check_open(self) -> None:
@@ -210,21 +210,6 @@ class Engine:
                 )
 
         return check
-
-    @contextmanager
-    def call(self, code: int) -> Iterator[MessageTag]:
-        """Begin a collective and yield its tag. An error in this context ends the communicator on all ranks.
-
-        Raises:
-            GanglineError: if the communicator has failed before, or fails now.
-        """
-        with self.lock:
-            sequence = self.begin(code, nbytes_of(code))
-            try:
-                yield MessageTag(sequence, code)
-            except BaseException as error:  # noqa: BLE001  raised again
-                self.resources.transport.withdraw()  # the caller may write its tensors again
-                raise self.failed(error, code) from None
 
     def begin(self, code: int, nbytes: int) -> int:
         """Begin a collective and return its number; the caller holds the lock.
@@ -291,11 +276,11 @@ class Engine:
 
     def run_compiled(
         self, collective: int, tensor: object, out: object = None, option: object = None, most: int = -1
-    ) -> bool:
+    ) -> int:
         """Take the lock and run a collective by `run_core`, which has the arguments.
 
         Returns:
-            False, without effect, if `gangline._core` does not support the call, or after an error.
+            DONE; another status, without effect, if `gangline._core` does not support the call, or after an error.
 
         Raises:
             GanglineError: if the communicator fails now.
@@ -304,7 +289,7 @@ class Engine:
         assert slot_exchange is not None
         with self.lock:
             if self.error is not None:
-                return False
+                return core.DECLINED
             self.shared[core.SEQUENCE] = sequence = self.shared[core.SEQUENCE] + 1
             try:
                 status = self.run_core(collective, tensor, out, option, most)
@@ -312,11 +297,11 @@ class Engine:
                 raise self.failed(error) from None
             if status != core.DONE:
                 self.shared[core.SEQUENCE] = sequence - 1
-                return False
+                return status
             _, code = slot_exchange.last_call
             self.shared[core.BYTES] += nbytes_of(code)
             self._watchdog.begin(sequence, code)
-        return True
+        return core.DONE
 
     def _wait(self) -> None:
         """Wait for ranks that are late for the collective that `gangline._core` has begun.
@@ -383,32 +368,17 @@ class Engine:
             streams: whether the slots can take tensors of any size, in chunks.
             has_slots: whether the core can do the call, so that it may use the slots if there are any.
         """
-        has_slots = has_slots and self.resources.slot_exchange is not None
-        key = collective, nbytes, root, streams, has_slots
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = self._make_plan(*key)
-        return self._plans[key]
-
-    def _make_plan(self, collective: str, nbytes: int, root: int | None, streams: bool, has_slots: bool) -> Plan | None:
         resources = self.resources
         choice = resources.settings.table.choose(
             collective, nbytes, resources.size, resources.transport.name, self._number_of_hosts, streams=streams
         )
-        if choice.algorithm == SLOTS and has_slots:
+        if choice.algorithm == SLOTS and has_slots and resources.slot_exchange is not None:
             return None
         name = choice.algorithm if choice.algorithm != SLOTS else without_slots(collective)
         schedule = algorithms.build(
             collective, name, resources.size, root=root, segments=choice.segments, hosts=resources.hosts
         )
         return Plan(schedule.program(resources.rank), schedule.chunks)
-
-    @property
-    def arrived(self) -> int:
-        """Time at which all ranks had begun the core's last collective, by `time.monotonic_ns`."""
-        assert self.resources.slot_exchange is not None
-        return self.resources.slot_exchange.arrived
 
     def exchange_slots(self, sequence: int, code: int) -> int:
         """Publish this rank's slot, wait for all ranks, and return the parity of the slots to read.
@@ -470,7 +440,7 @@ class Engine:
     def leave_to_parent(self) -> None:
         """Make every call of a forked process raise an error; the lock may be in use by the parent's threads."""
         self.is_inherited = True
-        self.shared[core.RUNNING] = self.shared[core.LOCKED] = self.shared[core.BEGUN] = 0
+        self.shared[core.RUNNING] = self.shared[core.LOCKED] = 0
         self.lock = _CallLock(self.shared, self._wait_check)
         self.hold()
         self.error = GanglineError(
@@ -496,6 +466,34 @@ class Engine:
         return mismatch({misplaced.source: misplaced.message_tag, self.resources.rank: (self.sequence, code)})
 
 
+class RunningCall:
+    """Context of a collective, which begins it and has its tag. An error there ends the communicator on all ranks.
+
+    Raises:
+        GanglineError: if the communicator has failed before, or fails now.
+    """
+
+    def __init__(self, engine: Engine, code: int) -> None:
+        self._engine, self._code = engine, code
+
+    def __enter__(self) -> MessageTag:
+        engine = self._engine
+        engine.lock.__enter__()
+        try:
+            return MessageTag(engine.begin(self._code, nbytes_of(self._code)), self._code)
+        except BaseException:
+            engine.lock.__exit__()
+            raise
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if error is not None:
+                self._engine.resources.transport.withdraw()  # the caller may write its tensors again
+                raise self._engine.failed(error, self._code) from None
+        finally:
+            self._engine.lock.__exit__()
+
+
 class _CallLock:
     """Lock of an engine's collectives; acquiring it waits for collectives that `gangline._core` runs without it.
 
@@ -512,20 +510,15 @@ class _CallLock:
     @contextmanager
     def over_several(self) -> Iterator[None]:
         """Hold the lock over several collectives of one call."""
-        self._acquire()
+        self.acquire()
         try:
             with outside_modes():
                 yield
         finally:
-            self._release()
+            self.release()
 
-    def __enter__(self) -> None:
-        self._acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
-
-    def _acquire(self) -> None:
+    def acquire(self) -> None:
+        """Hold the lock; no collective is recorded."""
         if not self._lock.acquire(blocking=False):
             wait_until(lambda: self._lock.acquire(timeout=WAIT_CHECK_SECONDS), lambda _: None, self._wait_check())
         self._depth += 1
@@ -536,14 +529,17 @@ class _CallLock:
                     lambda: not self._shared[core.RUNNING], lambda _: time.sleep(_RUNNING_SECONDS), self._wait_check()
                 )
             except BaseException:
-                self._release()
+                self.release()
                 raise
 
-    def _release(self) -> None:
+    def release(self, *_: object) -> None:
+        """Release the lock."""
         self._depth -= 1
         if not self._depth:
             self._shared[core.LOCKED] = 0
         self._lock.release()
+
+    __enter__, __exit__ = acquire, release
 
     def is_free(self) -> bool:
         """Return whether no collective runs."""
@@ -574,7 +570,7 @@ class _RecordedLock(_CallLock):
                 group=resources.membership.label,
                 ranks=resources.size,
             )
-        self._release()
+        self.release()
 
 
 def _decline(*_: object) -> int:

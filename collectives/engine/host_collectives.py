@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.call_signature import encode_signature
+from gangline.collectives.call_signature import TABLE, encode_signature
 from gangline.collectives.compiled_core import ALL_GATHER, ALL_REDUCE, BROADCAST, DONE, reduction
 from gangline.collectives.engine.arguments import Call, check_call
-from gangline.collectives.engine.engine import Engine, Plan
+from gangline.collectives.engine.engine import Engine, Plan, RunningCall
 from gangline.collectives.engine.executor import Chunks, Region, is_at, run
 from gangline.collectives.engine.host_staging import (
     as_plain,
@@ -32,6 +32,7 @@ from gangline.collectives.transports.base import SLOT_BYTES, MessageTag
 _CALLS_PER_CHOICE = 8  # between exchanges of rank 0's choice, in which ranks wait for each other
 _TRIAL_CHOICES = 8  # of them begins with a trial of the slower path, if that is nearly as fast; at first more often
 _TRIAL_FLAG = 2
+_MOST_PLANS = 4096
 
 
 class Path(IntEnum):
@@ -50,31 +51,40 @@ class HostCollectives:
         self._engine = engine
         self._transport, self._slot_exchange = resources.transport, resources.slot_exchange
         self._rank, self._size = resources.rank, resources.size
+        self._plans: dict[tuple[object, ...], Plan | None] = {}
         self._costs: dict[tuple[int, bool], Costs] = {}  # by the logarithm of bytes, and whether memory is registered
         self._paths: dict[int, list[Path]] = {}  # of the next large all-reduces, by the logarithm of bytes
 
     def run(self, call: Call) -> None:
         """Run a collective: through the slots if its tensors fit, else by a schedule."""
-        can_reduce = not call.rule.has_op or reduction(call.first.dtype, call.op or "") is not None
-        streams = can_reduce and call.number == ALL_REDUCE
-        plan = self._engine.plan(call.rule.name, call.nbytes, call.root, streams=streams, has_slots=can_reduce)
+        key = call.number, call.nbytes, call.root, call.op, call.first.dtype
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = self._plan(call)
+        plan = self._plans[key]
         if plan is not None:
-            with self._engine.call(call.code) as message_tag:
+            with RunningCall(self._engine, call.code) as message_tag:
                 chunks, out = self._staged(call, plan)
                 run(plan.steps, self._transport, chunks, message_tag, call.op or "sum", self._divisor(call))
                 self._finish(call, chunks, out)
         elif call.nbytes > SLOT_BYTES:
             self._large(call)
         else:
-            self._by_core(call, partial(self._engine.run_compiled, call.number, most=call.nbytes))
+            self._by_core(call, partial(self._engine.run_compiled, call.number))
 
-    def _by_core(self, call: Call, run_core: Callable[[Tensor | None, Tensor | None, object], bool]) -> None:
+    def _plan(self, call: Call) -> Plan | None:
+        can_reduce = not call.rule.has_op or reduction(call.first.dtype, call.op or "") is not None
+        streams = can_reduce and call.number == ALL_REDUCE
+        return self._engine.plan(call.rule.name, call.nbytes, call.root, streams=streams, has_slots=can_reduce)
+
+    def _by_core(self, call: Call, run_core: Callable[..., int]) -> None:
         """Run a call with its tensors, or with plain copies of those that the core declines."""
         rule, tensor, result = call.rule, call.tensor, call.result
         option = (call.root, call.op) if rule.has_op and rule.has_root else call.op if rule.has_op else call.root
         is_broadcast = call.number == BROADCAST  # whose one tensor is read on one rank and written on the others
         given, out = (call.first, None) if is_broadcast else (tensor, result)
-        if run_core(given, out, option):
+        if run_core(given, out, option, call.nbytes) == DONE:
             return
         self._engine.check_open()
         flat = None if tensor is None else as_plain(flat_values(tensor))
@@ -83,7 +93,7 @@ class HostCollectives:
         out = written if written is None or not rule.out_rows else as_rows(written, self._size)
         if is_broadcast:
             given, out = written if given is None else given, None
-        if not run_core(given, out, option):
+        if run_core(given, out, option, call.nbytes) != DONE:
             self._engine.check_open()
             shape = tuple(call.first.shape)
             raise ValueError(
@@ -136,11 +146,12 @@ class HostCollectives:
 
     def gather_flags(self, code: int, flag: int) -> list[int]:
         """Return a byte of every rank, as a call of this code."""
-        with self._engine.call(code) as message_tag:
+        with RunningCall(self._engine, code) as message_tag:
             if self._slot_exchange is not None:
                 return self._exchange_flags(flag, message_tag)
             flags = torch.zeros(self._size, dtype=torch.uint8, device="cpu")
-            call = Call(ALL_GATHER, code, torch.tensor([flag], dtype=torch.uint8, device="cpu"), flags, None, None, 1)
+            own = torch.tensor([flag], dtype=torch.uint8, device="cpu")
+            call = Call(ALL_GATHER, TABLE[ALL_GATHER], code, own, flags, None, None, 1, own)
             plan = self._engine.plan("all_gather", 1)
             assert plan is not None  # without slots there is always a schedule
             self._by_schedule(call, plan, message_tag)
@@ -186,21 +197,22 @@ class HostCollectives:
         Chunks are two to three times as fast on idle cores, and slower where ranks wait for a core after each chunk.
         Both paths give the same bits for two ranks, because addition is commutative.
         """
-        engine, nbytes, size = self._engine, call.nbytes, call.nbytes.bit_length()
-        plan = engine.plan("all_reduce", nbytes)
-        assert plan is not None
+        engine, slot_exchange, size = self._engine, self._slot_exchange, call.nbytes.bit_length()
+        assert slot_exchange is not None
         key = size, self._transport.is_registered(call.first)
         costs = self._costs.get(key) or self._costs.setdefault(key, Costs())
-        with engine.call(call.code) as message_tag:
+        with RunningCall(engine, call.code) as message_tag:
             paths = self._paths.get(size) or self._paths.setdefault(size, [])
             if not paths:
                 self._choose_paths(paths, costs, message_tag)
             path = paths.pop()
             if path is Path.SCHEDULE:
+                plan = engine.plan("all_reduce", call.nbytes)
+                assert plan is not None
                 arrived = self._by_schedule(call, plan, message_tag)
             else:
-                self._by_core(call, lambda *tensors: engine.run_core(ALL_REDUCE, *tensors, nbytes) == DONE)
-                arrived = engine.arrived
+                self._by_core(call, partial(engine.run_core, ALL_REDUCE))
+                arrived = slot_exchange.arrived
             costs.note(path, time.monotonic_ns() - arrived)
 
     def _choose_paths(self, paths: list[Path], costs: Costs, message_tag: MessageTag) -> None:

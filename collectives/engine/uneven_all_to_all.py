@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.engine.engine import Engine
+from gangline.collectives.engine.engine import Engine, RunningCall
 from gangline.collectives.engine.executor import expect
 from gangline.collectives.engine.host_staging import flat_buffer, flat_values, overlap, write_back
 from gangline.collectives.errors import MismatchError
@@ -57,7 +57,7 @@ class UnevenAllToAll:
             gathered = torch.empty((self._size, len(sizes) + 1), dtype=torch.int64, device="cpu")
             self._all_gather(torch.tensor([*sizes, 0], device="cpu"), gathered)
             table = gathered.numpy()
-        with self._engine.call(code) as message_tag:
+        with RunningCall(self._engine, code) as message_tag:
             self._engine.add_bytes(sum(counts) * tensors[0].itemsize)
             published: Sequence[Tensor] = ()
             if slot_exchange is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -11,8 +12,11 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from array import array
+from contextlib import suppress
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +27,10 @@ from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.engine.host_collectives import Costs, Path
 from gangline.collectives.engine.reduction import combine
-from gangline.collectives.errors import MismatchError
+from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.processes.spawning import spawn
 from gangline.collectives.transports.base import SLOT_BYTES
+from gangline.collectives.work import Work
 from tests.collectives.grid import ops_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -202,6 +207,94 @@ def test_calls_of_threads_run_one_after_another() -> None:
     assert spawn(_in_threads, 2, transport="shared_memory", timeout=60) == [[6.0, 2.0]] * 2
 
 
+def _begun(comm: Communicator, count: int) -> list[str]:
+    """Begin calls in this thread; rank 0 waits for none of them before the others have all of their results."""
+    mine, peers = torch.arange(count) + comm.rank, sum(range(comm.size))
+    wanted = torch.arange(count) * comm.size + peers
+    is_large = comm.size > 2 and mine.nbytes >= 1 << 16  # of which each rank reduces a part
+    kinds = []
+    for ends in ("wait", "is_completed", "a later call", "two", "timed wait", "nothing"):
+        value, other = mine.clone(), mine.clone()
+        work = comm.all_reduce(value, async_op=True)
+        assert isinstance(work, Work)
+        kinds.append(type(work).__name__)
+        if ends == "is_completed":
+            while not work.is_completed():
+                time.sleep(0.001)
+        elif ends == "a later call":
+            comm.barrier()
+        elif ends == "two":
+            second = comm.reduce_scatter(torch.stack([mine] * comm.size), async_op=True)
+            second.wait()
+            assert torch.equal(second.result, wanted)
+        elif ends == "nothing":
+            del work
+            comm.all_reduce(other)
+            assert torch.equal(other, wanted)
+        if ends in ("wait", "timed wait"):
+            work.wait(None if ends == "wait" else 30)
+        if ends != "nothing":
+            assert work.is_completed()
+            work.wait()
+            assert work.result is value
+        assert torch.equal(value, wanted), ends
+    assert is_large == (kinds[0] == "Work")
+    if comm.rank == 0 and not is_large:  # the other ranks are not in this call yet
+        work = comm.barrier(async_op=True)
+        assert not work.is_completed()
+        with pytest.raises(TimeoutError, match=r"barrier is still running after 0\.01 s"):
+            work.wait(0.01)
+        comm.send(torch.ones(1), 1)
+        work.wait()
+    elif not is_large:
+        if comm.rank == 1:
+            comm.recv(torch.ones(1), 0)
+        comm.barrier()
+    return kinds
+
+
+@needs_core
+@pytest.mark.parametrize(("size", "count"), [(2, 5), (3, 1000), (3, 20_000)])
+def test_small_calls_begin_in_the_callers_thread_and_end_in_wait_or_later_calls(size: int, count: int) -> None:
+    assert len({*map(tuple, spawn(_begun, size, count, transport="shared_memory", timeout=60))}) == 1
+
+
+def _begun_and_different(comm: Communicator) -> list[str]:
+    work: Any = comm.all_reduce(torch.ones(3 + comm.rank), async_op=True)
+    texts = []
+    for call in (work.wait, work.wait, comm.barrier):
+        with pytest.raises(MismatchError) as raised:
+            call()
+        texts.append(str(raised.value))
+    assert work.is_completed()
+    return texts
+
+
+@needs_core
+def test_different_calls_that_were_begun_are_an_error_of_wait() -> None:
+    first, second = spawn(_begun_and_different, 2, transport="shared_memory", timeout=60)
+    text = "ranks are at different calls: rank 0: all_reduce(3 x float32, sum); rank 1: all_reduce(4 x float32, sum)"
+    assert {*first, *second} == {text}
+
+
+def _dropped(comm: Communicator) -> bool:
+    dropped = comm.split(0)
+    assert dropped is not None
+    work: Any = dropped.all_reduce(torch.ones(3), async_op=True)
+    reference = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    is_dropped = reference() is None
+    with suppress(GanglineError):  # the other rank may have closed its own one
+        work.wait()
+    return is_dropped
+
+
+@needs_core
+def test_a_call_that_was_begun_does_not_keep_its_communicator() -> None:
+    assert spawn(_dropped, 2, transport="shared_memory", timeout=60) == [True, True]
+
+
 @needs_core
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 bytes are not a group; expected one of 1 to 1024 ranks"):
@@ -210,7 +303,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for sums, begin in ((packed(0, 1, [], one), 0), (packed(0, 1, one, []), 0), (whole[:-8], 0), (whole + bytes(8), 6)):
         with pytest.raises(
             ValueError,
-            match=f"word {begin} of {len(sums) // 8} begins what is not a sum; expected one of 1 to 1024 addresses",
+            match=f"word {begin} of {len(sums) // 8} is not the first of a sum; expected 1 to 1024 addresses",
         ):
             core.combine(0, 1, False, sums, bytearray(8))
     with pytest.raises(ValueError, match="dtype 6, divisor 2, 1 elements"):
