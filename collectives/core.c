@@ -1,6 +1,8 @@
 /* gangline._core: collectives through the slots of a host, and sums of several arrays in one pass over memory.
  *
  * Optional: without it ranks send messages, which Python reduces. The slots are those of transports/shm/slots.py.
+ * Names: n elements of p operands or ranks; "in" and "out" their addresses; "how" they are reduced; "most" bytes that a
+ * tensor may have; "given" arguments of a function; "looks" at marks; a call that "counts" takes a number of its own.
  * No exchange and no sum allocates memory or waits for long: after some yields Python waits, with its deadlines. */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN

@@ -186,19 +186,19 @@ class WorkQueue:
             counter: memory of one int64 for the number of unfinished operations.
         """
         self._in_order = in_order
-        self._counter = memoryview(bytearray(8)).cast("q") if counter is None else counter
+        self.counter = memoryview(bytearray(8)).cast("q") if counter is None else counter
         self._closed = False
         self._set_up()
         _queues.add(self)
 
     def _set_up(self) -> None:
         self._running = threading.RLock()  # held by the thread that runs an operation
-        self._runner = 0  # id of that thread
+        self.runner = 0  # id of that thread
         self._waiters: set[int] = set()  # ids of threads in `run`
         self._changed = threading.Condition()
         self._ready: list[_QueuedCall] = []
         self._last: dict[Hashable, _QueuedCall] = {}
-        self._counter[0] = 0
+        self.counter[0] = 0
         self._sequence = itertools.count()
         self._thread: threading.Thread | None = None
         self._polls = False  # whether the thread polls for calls
@@ -207,7 +207,7 @@ class WorkQueue:
     @property
     def unfinished(self) -> int:
         """Number of submitted operations that are not over."""
-        return self._counter[0]
+        return self.counter[0]
 
     def run(self, operation: Callable[[], None], work: Work, keys: Iterable[Hashable], priority: int) -> None:
         """Run an operation after all earlier operations with one of its keys, and return when it is over.
@@ -236,21 +236,21 @@ class WorkQueue:
             RuntimeError: if the queue is closed.
         """
         thread = threading.get_ident()
-        if self._runner == thread:
+        if self.runner == thread:
             self.check_outermost(name)
             with nesting(False):
                 operation()
             return True
-        if self._counter[0]:
+        if self.counter[0]:
             return False
         with self._running:
             if self._closed:
                 self._check_open(name)
-            self._runner = thread
+            self.runner = thread
             try:
                 operation()
             finally:
-                self._runner = 0
+                self.runner = 0
         return True
 
     def submit(
@@ -288,7 +288,7 @@ class WorkQueue:
                 one.followers.append(call)
                 call.blockers += 1
             self._last.update(dict.fromkeys(call.keys, call))
-            self._counter[0] += 1
+            self.counter[0] += 1
             if not call.blockers:
                 heapq.heappush(self._ready, call)
             if by_waiter:
@@ -303,21 +303,21 @@ class WorkQueue:
 
     def is_running_here(self) -> bool:
         """Return whether this thread runs an operation now."""
-        return self._runner == threading.get_ident()
+        return self.runner == threading.get_ident()
 
     def check_outermost(self, name: str) -> None:
         """Raise NestedCallError if this thread runs an operation that is not in `nesting`, or waits in `run`."""
-        if not (self._runner or self._waiters):
+        if not (self.runner or self._waiters):
             return
         thread = threading.get_ident()
-        is_inside = self._runner == thread and not getattr(_thread, "may_nest", False)
+        is_inside = self.runner == thread and not getattr(_thread, "may_nest", False)
         if is_inside or thread in self._waiters:
             raise nested_call(name)
 
     def _is_inside(self, name: str) -> bool:
         """Return whether this thread runs an operation now, such as an updater that calls its store."""
         self.check_outermost(name)
-        return self._runner == threading.get_ident()
+        return self.runner == threading.get_ident()
 
     def _check_open(self, name: str) -> None:
         if self._closed:
@@ -329,7 +329,7 @@ class WorkQueue:
             if is_outermost:
                 if refuse_closed:
                     self._check_open(work._name)
-                self._runner = threading.get_ident()
+                self.runner = threading.get_ident()
             try:
                 operation()
             except BaseException as error:  # noqa: BLE001  `wait` raises it
@@ -338,7 +338,7 @@ class WorkQueue:
                 work.complete()
             finally:
                 if is_outermost:
-                    self._runner = 0
+                    self.runner = 0
 
     def close(self) -> None:
         """Finish all submitted operations and end the thread."""
@@ -386,7 +386,7 @@ class WorkQueue:
 
     def _finish(self, call: _QueuedCall) -> None:
         with self._changed:
-            self._counter[0] -= 1
+            self.counter[0] -= 1
             for key in call.keys:
                 if self._last.get(key) is call:
                     del self._last[key]

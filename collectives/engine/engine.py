@@ -440,7 +440,7 @@ class Engine:
     def leave_to_parent(self) -> None:
         """Make every call of a forked process raise an error; the lock may be in use by the parent's threads."""
         self.is_inherited = True
-        self.shared[core.RUNNING] = self.shared[core.LOCKED] = self.shared[core.BEGUN] = 0
+        self.shared[core.RUNNING] = self.shared[core.LOCKED] = 0
         self.lock = _CallLock(self.shared, self._wait_check)
         self.hold()
         self.error = GanglineError(

@@ -1,80 +1,315 @@
-"""Collectives and messages of torch's process-group interface, each run as one operation on a `Communicator`."""
+"""Collectives of torch's process-group interface: one table with a row for each, and the methods made from its rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from functools import reduce as reduce_values
+from inspect import signature
+from sys import getrefcount
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from gangline.collectives import compiled_core as core
+from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.communicator import Communicator
 from gangline.collectives.eager import has_modes, leave_modes, run_eagerly
-from gangline.collectives.errors import GanglineError, NestedCallError
-from gangline.collectives.torch_backend import operations
-from gangline.collectives.torch_backend.c10d import (
-    begin_range,
-    end_range,
-    has_dispatch_modes,
-    is_fake,
-    is_profiled,
-    recording_group,
-)
+from gangline.collectives.engine.host_staging import data_of
+from gangline.collectives.errors import GanglineError, MismatchError, NestedCallError
+from gangline.collectives.torch_backend import c10d
+from gangline.collectives.torch_backend.c10d import has_dispatch_modes, is_fake, is_profiled
 from gangline.collectives.torch_backend.other_devices import OtherDevices
-from gangline.collectives.torch_backend.work import CoalescedWork, FinishedWork, GroupWork, MessageWork
+from gangline.collectives.torch_backend.work import (
+    BegunWork,
+    CoalescedWork,
+    FinishedWork,
+    GroupWork,
+    MessageWork,
+    tensors_in,
+)
 from gangline.collectives.work import NoThreadError, Work, WorkQueue
 
 Tensors = Tensor | Sequence[Tensor]
+Op = str | Callable[[Tensor, Tensor], Tensor]
+"""Reduction: the communicator's name for it, or a function that is applied in rank order."""
 
 _UNSET = timedelta(milliseconds=-1)  # torch's value for "no timeout for this call"
 _NO_TIME = timedelta(0)
 _SMALL_ELEMENTS = 1 << 14  # of an asynchronous call that may begin in `wait` or at the queue's next poll
-_OLD_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
-"""Names before torch 2.13, which keeps them beside the new ones."""
+_DIRECT_BYTES = 1 << 18
+"""Minimum bytes of a tensor that is gathered directly into the list of outputs, without a temporary tensor."""
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that move the same bits
 _PROFILED = {"recv_anysource": "recvAnySource"}  # as gloo names it
-_PLAIN = ("opts", "timeout")
-_WITH_OP = ("opts", "timeout", "op")
-_WITH_ROOT = ("opts", "timeout", "root")
+_NAMED_OPS: dict[str, Op] = {
+    "SUM": "sum",
+    "AVG": "mean",
+    "PRODUCT": "product",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_PLAIN_OPS = ("sum", "product", "min", "max")  # which the communicator has for all dtypes
+_OPS = {hash(getattr(ReduceOp, name)): op for name, op in _NAMED_OPS.items()}  # names of pybind11's enums are slow
 
 
-def _exactly(tensors: Tensors, count: int) -> list[Tensor]:
+def _op_of(reduce_op: Any) -> Op:
+    """Return the `Op` of a torch reduction.
+
+    Raises:
+        ValueError: if it is PREMUL_SUM, which only NCCL supports.
+    """
+    if (op := _OPS.get(hash(reduce_op))) is None:
+        name = getattr(reduce_op, "op", reduce_op).name
+        raise ValueError(f"ReduceOp.{name} is not supported; expected one of {', '.join(_NAMED_OPS)}: scale, then SUM")
+    return op
+
+
+# Collectives in torch's forms (lists, split sizes, bitwise operations, means of integers) on a communicator. Their
+# tensors are those that `_data_in` returns.
+
+
+def _reduced(
+    tensor: Tensor, op: Op, reduce: Callable[[str], object], gather: Callable[[], object], out: Tensor
+) -> None:
+    """Call ``reduce`` with the communicator's operation; if it has none, combine in ``out`` what ``gather`` returns."""
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()
+    combine: Callable[[Any], Tensor] = _mean_of_integers
+    if isinstance(op, str):
+        if op != "mean" or has_fractions or tensor.dtype == torch.bool:
+            reduce(op)
+            return
+    elif has_fractions:
+        raise TypeError(
+            f"a tensor of {tensor.dtype} has no bits to combine; expected integers or bools for {op.__name__}"
+        )
+    else:
+        combine = partial(reduce_values, op)
+    if (rows := gather()) is not None:
+        out.copy_(combine(rows))
+
+
+def _mean_of_integers(rows: Tensor) -> Tensor:
+    """Return the mean of rows of integers, rounded towards zero as NCCL does; sums do not wrap."""
+    size, values = len(rows), rows.long()
+    remainders = values.remainder(size).sum(0)
+    means = values.div(size, rounding_mode="floor").sum(0) + remainders.div(size, rounding_mode="floor")
+    is_rounded_down = (means < 0) & (remainders % size > 0)
+    return means + is_rounded_down
+
+
+def _all_reduce(comm: Communicator, tensor: Tensor, op: Op) -> None:
+    if tensor.is_sparse:
+        _all_reduce_sparse(comm, tensor, op)
+    else:
+        _reduced(tensor, op, partial(comm.all_reduce, tensor), partial(comm.all_gather, tensor), tensor)
+
+
+def _reduce(comm: Communicator, tensor: Tensor, root: int, op: Op) -> None:
+    _reduced(tensor, op, partial(comm.reduce, tensor, root), partial(comm.gather, tensor, root), tensor)
+
+
+def _reduce_scatter_single(comm: Communicator, out: Tensor, tensor: Tensor, op: Op) -> None:
+    rows = _rows("the input", tensor, comm.size, out.shape)
+    _reduced(tensor, op, partial(comm.reduce_scatter, rows, out=out), partial(comm.all_to_all, rows), out)
+
+
+def _reduce_scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
+    """Reduce lists of tensors; each rank gets the one at its rank. Sizes may differ between the entries."""
+    _check_list("input", tensors, comm.size)
+    if _are_even(tensors):
+        _reduce_scatter_single(comm, out, torch.stack([tensor.reshape(out.shape) for tensor in tensors]), op)
+        return
+    for rank, tensor in enumerate(tensors):
+        summed = tensor.clone()
+        _reduce(comm, summed, rank, op)
+        if rank == comm.rank:
+            out.copy_(summed)
+
+
+def _all_gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor) -> None:
+    """Gather every rank's tensor into one of ``outs``; sizes may differ if all ranks pass the same sizes."""
+    _check_list("output", outs, comm.size)
+    if _are_even(outs) and tensor.nbytes < _DIRECT_BYTES:
+        _unpack(comm.all_gather(tensor), outs)
+        return
+    if outs[comm.rank].numel() != tensor.numel() or outs[comm.rank].dtype != tensor.dtype:
+        raise ValueError(
+            f"the input tensor is {tuple(tensor.shape)} of {tensor.dtype}; expected the size of its entry in the "
+            f"output list, {tuple(outs[comm.rank].shape)} of {outs[comm.rank].dtype}"
+        )
+    comm.all_to_all_uneven([tensor] * comm.size, outs)
+
+
+def _all_gather_single(comm: Communicator, out: Tensor, tensor: Tensor) -> None:
+    comm.all_gather(tensor, _rows("the output", out, comm.size, tensor.shape))
+
+
+def _gather(comm: Communicator, outs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+    if comm.rank == root:
+        _check_list("output", outs, comm.size, one_size=True)
+    if (rows := comm.gather(tensor, root)) is not None:
+        _unpack(rows, outs)
+
+
+def _gather_single(comm: Communicator, out: Tensor, tensor: Tensor, root: int) -> None:
+    comm.gather(tensor, root, _rows("the output", out, comm.size, tensor.shape) if comm.rank == root else None)
+
+
+def _scatter(comm: Communicator, out: Tensor, tensors: Sequence[Tensor], root: int) -> None:
+    rows = None
+    if comm.rank == root:
+        _check_list("input", tensors, comm.size, one_size=True)
+        rows = torch.stack([tensor.reshape(out.shape) for tensor in tensors])
+    comm.scatter(rows, out, root)
+
+
+def _all_to_all(comm: Communicator, outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    _check_list("output", outs, comm.size)
+    _check_list("input", tensors, comm.size)
+    comm.all_to_all_uneven(tensors, outs)
+
+
+def _all_to_all_single(
+    comm: Communicator, out: Tensor, tensor: Tensor, out_splits: Sequence[int] | None, splits: Sequence[int] | None
+) -> None:
+    """Send slices along the first axis; without split sizes they are equal."""
+    parts = _rows_of_slices("the input", tensor, splits, comm.size)
+    out_parts = _rows_of_slices("the output", out, out_splits, comm.size)
+    if splits or out_splits:
+        comm.all_to_all_uneven(torch.split(tensor, parts), torch.split(out, out_parts))
+    else:
+        rows = _rows("the input", tensor, comm.size, (parts[0], *tensor.shape[1:]))
+        comm.all_to_all(rows, _rows("the output", out, comm.size, (out_parts[0], *out.shape[1:])))
+
+
+def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Op) -> None:
+    """Reduce a COO tensor in place: gather all ranks' indices and values, and add values of equal indices.
+
+    Raises:
+        MismatchError: if the ranks' tensors have different shapes; raised on all ranks.
+    """
+    if op not in ("sum", "mean"):
+        raise TypeError(f"ReduceOp {op} of a sparse tensor is not supported; expected SUM or AVG")
+    own = tensor.detach().coalesce()
+    indices, values = own.indices().T.contiguous(), own.values()
+    layouts = comm.all_gather(torch.tensor([len(indices), own.sparse_dim(), *own.shape], device="cpu"))
+    assert isinstance(layouts, Tensor)
+    if not (layouts[:, 1:] == layouts[0, 1:]).all():
+        raise MismatchError(
+            f"in all_reduce the ranks' sparse tensors have sparse dimensions and shapes {layouts[:, 1:]}"
+        )
+    counts = layouts[:, 0].tolist()
+    total = torch.sparse_coo_tensor(
+        _gather_rows(comm, indices, counts).T,
+        _gather_rows(comm, values, counts),
+        own.shape,
+        device=own.device,
+        check_invariants=False,
+    ).coalesce()
+    with torch.no_grad():  # detach() of a sparse tensor does not share its number of values
+        tensor.copy_(total / comm.size if op == "mean" else total)
+
+
+def _gather_rows(comm: Communicator, rows: Tensor, counts: list[int]) -> Tensor:
+    """Return all ranks' rows in rank order; ``counts`` are their numbers."""
+    gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
+    outs = torch.split(as_supported_dtype(gathered), counts)
+    comm.all_to_all_uneven([as_supported_dtype(rows)] * comm.size, outs)
+    return gathered
+
+
+def _rows(name: str, tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
+    """Return a view of a tensor as (size, *shape)."""
+    if tensor.is_contiguous() and tensor.numel() == size * math.prod(shape):
+        return tensor.view(size, *shape)
+    if tensor.shape == (size, *shape):
+        return tensor
+    if shape and tensor.shape == (size * shape[0], *shape[1:]):
+        return torch.unflatten(tensor, 0, (size, shape[0]))
+    raise ValueError(
+        f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected {size} times {tuple(shape)}, "
+        "along the first axis"
+    )
+
+
+def _rows_of_slices(name: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Return the number of rows of each rank's slice of a tensor."""
+    if not splits:
+        if tensor.dim() == 0 or tensor.shape[0] % size:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; expected a first axis divisible by {size} ranks, or split "
+                "sizes"
+            )
+        return [tensor.shape[0] // size] * size
+    if len(splits) != size or sum(splits) != tensor.shape[0]:
+        raise ValueError(
+            f"{name} has split sizes {list(splits)}; expected {size} that add up to its first axis, {tensor.shape[0]}"
+        )
+    return list(splits)
+
+
+def _unpack(rows: Any, outs: Sequence[Tensor]) -> None:
+    for out, row in zip(outs, rows, strict=True):
+        if out.dtype != row.dtype or out.numel() != row.numel():
+            raise ValueError(
+                f"an output tensor is {tuple(out.shape)} of {out.dtype}; expected {row.numel()} values of {row.dtype}"
+            )
+        out.copy_(row.view(out.shape))
+
+
+def _are_even(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.numel() for tensor in tensors}) == 1
+
+
+def _check_list(kind: str, tensors: Sequence[Tensor], size: int, *, one_size: bool = False) -> None:
+    if len(tensors) != size:
+        raise ValueError(f"{len(tensors)} {kind} tensors were given; expected one for each of {size} ranks")
+    if one_size and not _are_even(tensors):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(f"the {kind} tensors have shapes {shapes}; expected one size for all ranks")
+
+
+# Conversion of the tensors in torch's calls
+
+
+def as_supported_dtype(tensor: Tensor) -> Tensor:
+    """Return a view of a dtype that communicators support; sparse and quantised tensors have none."""
+    data = data_of(tensor)
+    return data if data.dtype in DTYPES else data.view(_SAME_SIZE.get(data.itemsize, data.dtype))
+
+
+def _data_in(argument: Any, moves: bool) -> Any:
+    """Return an argument with the data of its tensors: of a supported dtype if they are only moved."""
+    if isinstance(argument, Tensor):
+        return as_supported_dtype(argument) if moves else argument if argument.is_sparse else data_of(argument)
+    return [_data_in(one, moves) for one in argument] if isinstance(argument, (list, tuple)) else argument
+
+
+def _exactly(tensors: Any, count: int) -> list[Tensor]:
     """Return a tensor or a list of tensors as a list of ``count`` tensors."""
-    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} tensors were given; expected {count}, because a rank has one device")
-    return found
+    listed = list(tensors_in(tensors))
+    if len(listed) != count:
+        raise ValueError(f"{len(listed)} tensors were given; expected {count}, because a rank has one device")
+    return listed
 
 
 def _only(tensors: Tensors) -> Tensor:
     return _exactly(tensors, 1)[0]
 
 
-def _one_list(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _one_list(lists: Sequence[Any]) -> list[Tensor]:
     """Return the only list inside torch's list of one list per device; empty if a rank passes none."""
-    if any(isinstance(one, Tensor) for one in lists):
-        return [one for one in lists if isinstance(one, Tensor)]
-    found = [list(one) for one in lists]
-    if len(found) > 1:
-        raise ValueError(f"{len(found)} lists of tensors were given; expected one, because a rank has one device")
-    return found[0] if found else []
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _splits(sizes: Sequence[int] | None) -> list[int]:
-    return list(sizes or ())
+    if len(lists) > 1 and not isinstance(lists[0], Tensor):
+        raise ValueError(f"{len(lists)} lists of tensors were given; expected one, because a rank has one device")
+    return list(tensors_in(lists))
 
 
 def _pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -89,148 +324,190 @@ def _transposed(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -
     return [(outs, tensor) for tensor, *outs in zip(inputs, *lists, strict=True)]
 
 
-_ONE_EACH: dict[str, Callable[[Any], Any]] = {"output": _same, "tensor": _same}
-_SEVERAL: dict[str, Callable[[Any], Any]] = {"outputs": _same, "inputs": _same}
+def _out_rows(size: int, out: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return tensor, out if out.dim() > tensor.dim() else out.view(size, *tensor.shape)
 
 
-def _collective(
-    torch_name: str,
-    operation: Callable[..., None],
-    tensors: dict[str, Callable[[Any], Any]],
-    options: Sequence[str] = _PLAIN,
-    calls: Callable[..., Iterable[tuple[Any, ...]]] | None = None,
-) -> Any:
-    """Return the method of one of torch's collectives.
+def _in_rows(size: int, out: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return tensor if tensor.dim() > out.dim() else tensor.view(size, *out.shape), out
 
-    Args:
-        torch_name: torch's name.
-        operation: function of `operations`, called with the communicator, the converted tensors, the root if there is
-            one, and the reduction if there is one. Errors and profiles have its name.
-        tensors: names of the first parameters, each with its conversion; the first one is written.
-        options: names of the further parameters, in torch's order. ``opts`` holds torch's options: operation, root,
-            whether the caller waits at once, and a timeout. torch's overloads pass an operation or a root instead.
-        calls: function that turns the converted tensors into those of several calls of ``operation``; None: one call.
-    """
-    name = operation.__name__.removesuffix("_single")
-    names = (*tensors, *options)
-    has_root, has_op = "root" in options, "op" in options
+
+def _new_rows(size: int, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tensor | None]:
+    (tensor,) = inputs
+    if not outputs:  # of a gather, on other ranks than the root
+        return tensor, None
+    (outs,) = outputs
+    shape, dtype = tensor.shape, tensor.dtype
+    for out in outs:
+        if type(out) is not Tensor or not out.is_cpu or out.dtype != dtype or out.shape != shape or out.is_inference():
+            return None, None
+    return (tensor, tensor.new_empty((size, *shape))) if len(outs) == size else (None, None)
+
+
+_PAIR, _LISTS = "output tensor", "outputs inputs"  # names of parameters
+
+
+class _Row(NamedTuple):
+    """One of torch's collectives."""
+
+    methods: str
+    """torch's names of the method, that of torch 2.13 and later first."""
+    run: Callable[..., Any]
+    """Function of the communicator, the tensors, and the root and the reduction if it has them."""
+    tensors: str = _LISTS
+    """Names of the first parameters; the first one is written."""
+    small: int | None = None
+    """Number of the collective in `Communicator.run_small`, which is asked first; None: it has none."""
+    rows: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
+    """Function of the number of ranks and the given tensors: tensor and out of `run_small`; None: in place."""
+    calls: Callable[..., Iterable[tuple[Any, ...]]] | None = None
+    """Function that turns the tensors into those of several calls of ``run``; None: one call."""
+
+
+_TABLE = (
+    _Row("allreduce", _all_reduce, "tensors", core.ALL_REDUCE),
+    _Row("allreduce_coalesced", _all_reduce, "tensors", calls=zip),
+    _Row("reduce", _reduce, "tensors", core.REDUCE),
+    _Row("broadcast", Communicator.broadcast, "tensors", core.BROADCAST),
+    _Row("allgather", _all_gather, small=core.ALL_GATHER, rows=_new_rows),
+    _Row("allgather_coalesced", _all_gather, calls=_transposed),
+    _Row("all_gather_single _allgather_base", _all_gather_single, _PAIR, core.ALL_GATHER, _out_rows),
+    _Row("all_gather_single_coalesced allgather_into_tensor_coalesced", _all_gather_single, calls=_pairs),
+    _Row("reduce_scatter", _reduce_scatter),
+    _Row("reduce_scatter_single _reduce_scatter_base", _reduce_scatter_single, _PAIR, core.REDUCE_SCATTER, _in_rows),
+    _Row("reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced", _reduce_scatter_single, calls=_pairs),
+    _Row("gather", _gather, small=core.GATHER, rows=_new_rows),
+    _Row("gather_single gather_into_tensor", _gather_single, _PAIR),  # which torch calls since 2.14
+    _Row("scatter", _scatter),
+    _Row("alltoall", _all_to_all),
+    _Row("all_to_all_single alltoall_base", _all_to_all_single, _PAIR + " output_split_sizes input_split_sizes"),
+    _Row("barrier", Communicator.barrier, "", core.BARRIER),
+)
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "Tensor": _only,
+    "Sequence[Tensor]": _one_list,
+    "Sequence[int] | None": lambda sizes: sizes,
+}
+"""Conversion of what torch passes for a parameter of `_Row.run`, by its annotation."""
+_OPTIONS = {"": "opts timeout", "root": "opts timeout root", "op": "opts timeout op", "root op": "opts op timeout root"}
+"""Names of the parameters after the tensors, for each combination of those of `_Row.run`. ``opts`` are torch's options:
+operation, root, whether the caller waits at once, a timeout. torch's overloads pass an operation or a root instead."""
+
+
+def _method_of(row: _Row) -> Callable[..., Any]:
+    """Return the method of one of torch's collectives."""
+    methods, tensor_names, small, rows = row.methods.split(), row.tensors.split(), row.small, row.rows
+    name, parameters = row.run.__name__.strip("_").removesuffix("_single"), signature(row.run).parameters
+    conversions = [_CONVERSIONS[str(one.annotation)] for one in [*parameters.values()][1 : 1 + len(tensor_names)]]
+    has_root, has_op, number_of_tensors = "root" in parameters, "op" in parameters, len(tensor_names)
+    run = partial(_run_each, row.run, not has_op)
+    names = [*tensor_names, *_OPTIONS[" ".join(one for one in ("root", "op") if one in parameters)].split()]
 
     def call(self: GroupCollectives, *args: Any, **kwargs: Any) -> Any:
-        if len(args) > len(names) or (kwargs and not kwargs.keys() <= set(names)):
-            raise TypeError(f"{torch_name} got {len(args)} arguments and {list(kwargs)}; expected {', '.join(names)}")
+        opts: Any = args[-1] if args else None
+        if kwargs:
+            opts = kwargs.get("opts") if len(args) + len(kwargs) == number_of_tensors + 1 else None
+        queue = self._queue
+        if (
+            small is not None
+            and (is_async := getattr(opts, "asyncOp", None)) is not None  # only torch's options have it
+            and not (queue.counter[0] or queue.runner or self._limit or self._coalesced is not None)
+            and not (is_profiled() or has_dispatch_modes())
+            and getattr(opts, "timeout", _UNSET) <= _NO_TIME
+        ):
+            tensor: Any = args[0] if args else opts
+            out: Any = None
+            option: Any = None
+            if rows is not None:
+                try:
+                    tensor, out = rows(self.communicator.size, *args[:2])
+                except (AttributeError, RuntimeError, TypeError, ValueError):  # raised again below
+                    tensor = None
+            elif type(tensor) is list:
+                tensor = tensor[0] if len(tensor) == 1 else None
+            if has_op:
+                option = _OPS.get(hash(opts.reduceOp))
+                if has_root:
+                    option = opts.rootRank, option
+            elif has_root:
+                option = opts.rootRank
+            is_here = tensor is opts or getattr(tensor, "is_cpu", False)
+            if is_here and not is_async:
+                is_over = self.communicator.run_small(small, tensor, out, option)
+                if not is_over and small == core.ALL_REDUCE and option in _PLAIN_OPS and type(tensor) is Tensor:
+                    function = partial(self.communicator.all_reduce, tensor, option)
+                    is_over = not (tensor.is_sparse or has_modes()) and self._run_now(name, function)
+                if is_over:
+                    self._calls += 1
+                    if rows is _new_rows and out is not None:
+                        for one, values in zip(args[0][0], out, strict=True):
+                            one.data.copy_(values)
+                    finished = self._finished
+                    if getrefcount(finished) > 3 or finished._future is not None:  # the caller keeps it, or its future
+                        finished = self._finished = FinishedWork()
+                    finished._tensors = args[0] if args else ()
+                    return finished
+            elif is_here and rows is not _new_rows and (tensor is opts or tensor.numel() <= _SMALL_ELEMENTS):
+                begun = self.communicator.begin_small(small, tensor, out, option)
+                if begun is not None:
+                    self._calls += 1
+                    work = BegunWork()
+                    work._work, work._tensors, work._queue = begun, args[0] if args else (), queue
+                    return work
         given = dict(zip(names, args, strict=False), **kwargs)
-        tensor = _first_tensor(given.values())
-        if tensor is not None and (not tensor.is_cpu or is_fake(tensor)):
-            return self._elsewhere(torch_name, tensor)(*args, **kwargs)
+        if len(args) > len(names) or len(given) < len(args) + len(kwargs) or not given.keys() <= set(names):
+            raise TypeError(f"{methods[0]} got {len(args)} arguments and {list(kwargs)}; expected {', '.join(names)}")
+        first = next(tensors_in([*given.values()]), None)
+        if first is not None and (not first.is_cpu or is_fake(first)):
+            return self._call_other_backend(methods, first, args, kwargs)
         counted = self._calls
         try:
-            if has_dispatch_modes():  # they are to see the operator of this call, which goes past torch's dispatcher
-                _method(self._counting_group, torch_name)(*args, **kwargs)
-            opts = given.get("opts")
-            converted = [convert(given.get(parameter)) for parameter, convert in tensors.items()]
+            if has_dispatch_modes() and number_of_tensors:
+                # they are to see the operator of this call, which goes past torch's dispatcher
+                _torch_method(self._counting_group, methods)(*args, **kwargs)
+            opts, root, op = given.get("opts"), given.get("root", 0), given.get("op")
+            tensors = [given.get(one) for one in tensor_names]
             rest: list[Any] = []
             if has_root:
-                rest.append(opts if type(opts) is int else getattr(opts, "rootRank", given.get("root", 0)))
+                rest.append(opts if type(opts) is int else getattr(opts, "rootRank", root))
             if has_op:
-                op = given.get("op")
                 op = getattr(opts, "reduceOp", opts) if op is None else op
-                rest.append(operations.op_of(ReduceOp.SUM if op is None or type(op) is int else op))  # an int: the root
-            timeout = given.get("timeout")
-            if calls is None:
-                written = converted[0] if isinstance(converted[0], list) else [converted[0]]
-                return self._call(name, written, opts, timeout, operation, *converted, *rest)
-            several = [(*one, *rest) for one in calls(*converted)]
-            written = [out for first, *_ in several for out in (first if isinstance(first, list) else [first])]
-            return self._call(
-                f"{name} of {len(several)}", written, opts, timeout, partial(_in_a_row, operation, several)
-            )
+                rest.append(_op_of(ReduceOp.SUM if op is None or type(op) is int else op))  # an int: the root
+            if row.calls is None:
+                converted = [convert(value) for convert, value in zip(conversions, tensors, strict=True)]
+                calls, shown = [(*converted, *rest)], name
+            else:
+                calls = [(*one, *rest) for one in row.calls(*tensors)]
+                shown = f"{name} of {len(calls)}"
+            return self._call(shown, given.get(names[0]), opts, given.get("timeout"), run, calls)
         except Exception as error:
             if self._calls == counted:  # `_call` was not reached
-                self._refuse(torch_name, error)
+                self._refuse(methods[0], error)
             raise
 
-    return call
+    return run_eagerly(call)
 
 
-def _in_a_row(operation: Callable[..., None], several: Sequence[tuple[Any, ...]], communicator: Communicator) -> None:
-    for arguments in several:
-        operation(communicator, *arguments)
+def _run_each(
+    run: Callable[..., Any], moves: bool, communicator: Communicator, calls: Sequence[tuple[Any, ...]]
+) -> None:
+    for arguments in calls:
+        run(communicator, *(_data_in(argument, moves) for argument in arguments))
 
 
 @run_eagerly
 class GroupCollectives:
-    """Collectives of a process group, under each name that torch 2.11 to 2.15 use."""
+    """Collectives, messages and coalescing of a process group, under each name that torch 2.11 to 2.15 use."""
 
     def __init__(self, communicator: Communicator, other_devices: OtherDevices) -> None:
         """Store the communicator for CPU tensors and the backends of other devices."""
         self.communicator = communicator
         self.other_devices = other_devices
-        self._queue = WorkQueue()
+        self._queue = WorkQueue(in_order=True)
         self._limit: float | None = None  # timeout of a wait in seconds; None: the communicator's timeout only
         self._calls = 0
         self._coalesced: list[GroupWork] | None = None
-
-    allreduce = _collective("allreduce", operations.all_reduce, {"tensors": _only}, _WITH_OP)
-    """Reduce one tensor in place, on all ranks."""
-
-    allreduce_coalesced = _collective("allreduce_coalesced", operations.all_reduce, {"tensors": list}, _WITH_OP, zip)
-    """Reduce several tensors in place, on all ranks."""
-
-    reduce = _collective("reduce", operations.reduce, {"tensors": _only}, ("opts", "op", "timeout", "root"))
-    """Reduce one tensor in place at the root; other ranks' tensors are unchanged."""
-
-    reduce_scatter = _collective(
-        "reduce_scatter", operations.reduce_scatter, {"outputs": _only, "inputs": _one_list}, _WITH_OP
-    )
-    """Reduce a list of tensors; each rank gets the one at its rank."""
-
-    reduce_scatter_single = _reduce_scatter_base = _collective(
-        "reduce_scatter_single", operations.reduce_scatter_single, _ONE_EACH, _WITH_OP
-    )
-    """Reduce a tensor with one slice per rank along its first axis; each rank gets its slice."""
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _collective(
-        "reduce_scatter_single_coalesced", operations.reduce_scatter_single, _SEVERAL, _WITH_OP, _pairs
-    )
-    """Run `reduce_scatter_single` on several tensors."""
-
-    broadcast = _collective("broadcast", operations.broadcast, {"tensors": _only}, _WITH_ROOT)
-    """Copy the root's tensor to all ranks."""
-
-    allgather = _collective("allgather", operations.all_gather, {"outputs": _one_list, "inputs": _only})
-    """Gather every rank's tensor into a list; sizes may differ if all ranks pass the same sizes."""
-
-    allgather_coalesced = _collective("allgather_coalesced", operations.all_gather, _SEVERAL, calls=_transposed)
-    """Gather several tensors: the i-th of rank r goes to ``outputs[r][i]``."""
-
-    all_gather_single = _allgather_base = _collective("all_gather_single", operations.all_gather_single, _ONE_EACH)
-    """Gather every rank's tensor into one, stacked or concatenated."""
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _collective(
-        "all_gather_single_coalesced", operations.all_gather_single, _SEVERAL, calls=_pairs
-    )
-    """Run `all_gather_single` on several tensors."""
-
-    gather = _collective("gather", operations.gather, {"outputs": _one_list, "inputs": _only}, _WITH_ROOT)
-    """Gather every rank's tensor, all of one size, into the root's list."""
-
-    gather_single = gather_into_tensor = _collective("gather_single", operations.gather_single, _ONE_EACH, _WITH_ROOT)
-    """Gather every rank's tensor into the root's one, stacked or concatenated; torch calls it since 2.14."""
-
-    scatter = _collective("scatter", operations.scatter, {"outputs": _only, "inputs": _one_list}, _WITH_ROOT)
-    """Send each rank one tensor of the root's list, all of one size."""
-
-    alltoall = _collective("alltoall", operations.all_to_all, {"outputs": list, "inputs": list})
-    """Send each rank one tensor of the list; sizes may differ."""
-
-    all_to_all_single = alltoall_base = _collective(
-        "all_to_all_single",
-        operations.all_to_all_single,
-        {**_ONE_EACH, "output_split_sizes": _splits, "input_split_sizes": _splits},
-    )
-    """Send each rank one slice of the tensor along the first axis; sizes may differ."""
-
-    # Messages, barriers and coalescing
+        self._finished = FinishedWork()  # of the last call that ended at once; made again only if its caller keeps it
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> GroupWork | Any:
         """Send one tensor to a rank of the group."""
@@ -243,10 +520,6 @@ class GroupCollectives:
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork | Any:
         """Receive the first tensor with a tag from any rank of the group; the call's `source_rank` names it."""
         return self._message("recv_anysource", tensors, None, tag)
-
-    def barrier(self, opts: object = None, timeout: timedelta | None = None) -> GroupWork:
-        """Wait until all ranks have called `barrier`."""
-        return self._call("barrier", [], opts, timeout, Communicator.barrier)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -279,8 +552,7 @@ class GroupCollectives:
         return self._calls
 
     def _wait_for_pending_works(self) -> None:
-        if self._queue.unfinished:
-            self._queue.run(lambda: None, Work("settle"), keys=(self,), priority=0)
+        self._queue.run(self.communicator._engine.wait_for_pending, Work("wait"), keys=(), priority=0)
 
     def _finish(self) -> None:
         self._queue.close()
@@ -288,7 +560,7 @@ class GroupCollectives:
     def _replace_communicator(self, communicator: Communicator, reason: GanglineError) -> None:
         """Run later calls on another communicator; calls that are pending on the present one fail with ``reason``."""
         former, queue = self.communicator, self._queue
-        self.communicator, self._queue, self._calls, self._coalesced = communicator, WorkQueue(), 0, None
+        self.communicator, self._queue, self._calls, self._coalesced = communicator, WorkQueue(in_order=True), 0, None
         self.__dict__.pop("_counting_group", None)
         former.abort(reason)
         queue.close()
@@ -296,54 +568,61 @@ class GroupCollectives:
 
     # Every call
 
-    def _elsewhere(self, name: str, tensor: Tensor) -> Callable[..., Any]:
-        """Return the call of that name for tensors without data, or on another device than the CPU."""
+    def _call_other_backend(
+        self, names: Sequence[str], tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call with tensors without data, or on another device than the CPU."""
         if is_fake(tensor):
-            group = recording_group(self.communicator.rank, self.communicator.size)
+            group = c10d.recording_group(self.communicator.rank, self.communicator.size)
         else:
             group = self.other_devices.group(tensor.device)
-        return _method(group, name)
+        return _torch_method(group, names)(*args, **kwargs)
 
     @cached_property
     def _counting_group(self) -> ProcessGroup:
-        return recording_group(self.communicator.rank, self.communicator.size, refuses=False)
+        return c10d.recording_group(self.communicator.rank, self.communicator.size, refuses=False)
 
     def _call(
         self,
         name: str,
-        written: Sequence[Tensor],
+        written: Any,
         opts: object,
         timeout: timedelta | None,
-        function: Callable[..., object],
-        *arguments: Any,
+        run: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]],
     ) -> GroupWork:
-        """Run ``function(communicator, *arguments)`` after all earlier calls."""
+        """Run ``run(communicator, calls)`` after all earlier calls."""
         self._calls += 1
+        communicator = self.communicator
+        communicator._engine.check_outermost()  # before the call is queued
         own = getattr(opts, "timeout", _UNSET) if timeout is None else timeout
         has_own = own > _NO_TIME
         limit = own.total_seconds() if has_own else self._limit
+        function = partial(run, communicator, calls)
         waits_at_once = not getattr(opts, "asyncOp", True)
-        is_plain = limit is None and not is_profiled() and not has_dispatch_modes()  # modes belong to a thread
-        is_plain = is_plain and not has_modes()
-        if is_plain and waits_at_once and self._run_now(name, partial(function, self.communicator, *arguments)):
-            return self._counted(FinishedWork(written))
+        is_plain = not (limit is not None or is_profiled() or has_dispatch_modes() or has_modes())  # of this thread
+        if is_plain and waits_at_once and self._run_now(name, function):
+            finished = FinishedWork()
+            finished._tensors = written
+            return self._counted(finished)
         inner = Work(name)
-        work = GroupWork(inner, written, limit, give_up=self.communicator.abort if has_own else None)
-        refuse = partial(self.communicator.refuse, name)
-        operation = partial(work.run, partial(function, self.communicator, *arguments), refuse)
+        work = GroupWork(inner, written, limit, give_up=communicator.abort if has_own else None)
+        refuse = partial(communicator.refuse, name)
+        operation = partial(work.run, function, refuse)
         if is_profiled():
-            work.profile(begin_range(f"gangline::{name}", *_inputs_of(arguments)))
-        run: Callable[..., None] = self._queue.run
+            read = [tensors for one in calls[-1:] for argument in one if (tensors := [*tensors_in(argument)])]
+            work.profile(c10d.begin_range(f"gangline::{name}", *(read[-1] if read else ())))
+        submit: Callable[..., None] = self._queue.run
         if limit is not None or not waits_at_once or has_dispatch_modes():
-            run = partial(self._queue.submit, by_waiter=is_plain)
+            submit = partial(self._queue.submit, by_waiter=is_plain)
         elif has_modes():
             operation = leave_modes()(operation)
         try:
-            run(operation, inner, keys=(self,), priority=0)
+            submit(operation, inner, keys=(), priority=0)
         except NoThreadError as error:
             refuse(error)
             raise
-        if inner.wake is not None and sum(map(Tensor.numel, written)) > _SMALL_ELEMENTS:
+        if inner.wake is not None and sum(map(Tensor.numel, tensors_in(written))) > _SMALL_ELEMENTS:
             inner.wake()
         return self._counted(work)
 
@@ -363,17 +642,17 @@ class GroupCollectives:
         self._calls += 1
         run = self._queue.submit if self._queue.unfinished else self._queue.run
         with suppress(RuntimeError):  # the group is closed
-            run(partial(self.communicator.refuse, name, error), Work(name), keys=(self,), priority=0)
+            run(partial(self.communicator.refuse, name, error), Work(name), keys=(), priority=0)
 
     def _message(self, name: str, tensors: Tensors, peer: int | None, tag: int) -> GroupWork | Any:
         tensor = _only(tensors)
         if not tensor.is_cpu or is_fake(tensor):
-            return self._elsewhere(name, tensor)([tensor], *([] if peer is None else [peer]), tag)
+            return self._call_other_backend([name], tensor, [[tensor], *([] if peer is None else [peer]), tag], {})
         call: Any = self.communicator.send if name == "send" else self.communicator.recv
-        work = call(operations.movable(tensor), peer, tag, async_op=True)
+        work = call(as_supported_dtype(tensor), peer, tag, async_op=True)
         self._calls += 1
         if is_profiled():
-            end_range(begin_range(f"gangline::{_PROFILED.get(name, name)}", tensor))
+            c10d.end_range(c10d.begin_range(f"gangline::{_PROFILED.get(name, name)}", tensor))
         return self._counted(MessageWork(work, [tensor], self._limit))
 
     def _counted(self, work: GroupWork) -> GroupWork:
@@ -382,28 +661,12 @@ class GroupCollectives:
         return work
 
 
-def _method(group: Any, name: str) -> Callable[..., Any]:
+for _row in _TABLE:
+    for _name in _row.methods.split():
+        setattr(GroupCollectives, _name, _method_of(_row))
+
+
+def _torch_method(group: Any, names: Sequence[str]) -> Callable[..., Any]:
     """Return the method of a group of torch's, under the name that this version of torch has for it."""
-    found: Callable[..., Any] = getattr(group, name if hasattr(ProcessGroup, name) else _OLD_NAMES[name])
-    return found
-
-
-def _first_tensor(values: Iterable[object]) -> Tensor | None:
-    """Return the first tensor in a call's arguments."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
-            return found
-    return None
-
-
-def _inputs_of(arguments: Iterable[object]) -> list[Tensor]:
-    """Return the tensors that a call reads: its last argument that is a tensor or a list of tensors."""
-    found: list[Tensor] = []
-    for value in arguments:
-        if isinstance(value, Tensor):
-            found = [value]
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            found = list(value)
-    return found
+    method: Callable[..., Any] = getattr(group, next(name for name in names if hasattr(ProcessGroup, name)))
+    return method

@@ -33,14 +33,14 @@ def _replaced(backend: str, rank: int) -> str:
         words = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     elif backend == "gloo" and torch.cuda.is_available():
         words = "cpu:gloo,cuda:gloo"
-    found = ",".join({"gloo": "gangline", "cpu:gloo": "cpu:gangline"}.get(word, word) for word in words.split(","))
-    if found == words:
+    replaced = ",".join({"gloo": "gangline", "cpu:gloo": "cpu:gangline"}.get(word, word) for word in words.split(","))
+    if replaced == words:
         return backend
     if rank == 0:
-        _say(backend, found)
-    return found
+        _say(backend, replaced)
+    return replaced
 
 
 @cache
-def _say(backend: str, found: str) -> None:
-    _log.warning("process groups of backend %r are created as %r (%s=1)", backend, found, REPLACE_GLOO)
+def _say(backend: str, replaced: str) -> None:
+    _log.warning("process groups of backend %r are created as %r (%s=1)", backend, replaced, REPLACE_GLOO)

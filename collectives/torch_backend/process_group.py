@@ -35,7 +35,8 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
     silently send a missing method to the required C++ backend, which raises on every call.
 
     Calls of one group are matched by order on all ranks, in any threads, as in gloo. They run one at a time, in a
-    thread of the group, or in the caller if the call is synchronous and no other call is pending. Tensors must not be
+    thread of the group, or in the caller if no other call is pending and the call is synchronous, or small: an
+    asynchronous one then ends in ``wait``, or in the thread if its future was asked for. Tensors must not be
     used until their call is done. They may be non-contiguous or empty, and of any dtype if they are only moved. Errors
     are those of `Communicator`.
 
@@ -180,7 +181,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         self._check_one_backend()
         return self._handle._replace(rank=self.rank()).encode()
 
-    def reconfigure(self, opts: Any) -> FinishedWork:
+    def reconfigure(self, opts: Any) -> Any:
         """Replace the members of this group, in place. Collective over the new members.
 
         They meet at the group's store. Until all have come, and if one does not, the group stays as it was. Then
@@ -219,7 +220,7 @@ class GanglineProcessGroup(GroupCollectives, _Base):  # type: ignore[misc]
         self._replace_communicator(communicator, reason)
         self._store, self._monitored_barriers = store, 0
         renumber(self, rank, global_ranks)
-        return FinishedWork([])
+        return FinishedWork()
 
     def _check_one_backend(self) -> None:
         others = self.other_devices.devices() if self in dist.distributed_c10d._world.pg_backend_config else []

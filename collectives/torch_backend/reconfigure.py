@@ -40,11 +40,11 @@ class Handle(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Handle:
         """Return the handle that `encode` made text of; ValueError if it is none."""
-        found: object = None
+        fields: object = None
         if text.startswith(_KIND):
             with suppress(ValueError):
-                found = json.loads(text.removeprefix(_KIND))
-        match found:
+                fields = json.loads(text.removeprefix(_KIND))
+        match fields:
             case [int(rank), [str(host), int(pid), int(start)], str(token)]:
                 return cls(rank, [host, pid, start], token)
         raise ValueError(
@@ -88,18 +88,18 @@ def members(handles: Collection[str], own: Handle) -> tuple[int, list[Handle]]:
     Raises:
         ValueError: if there is no handle, one is invalid or occurs twice, or this process's handle is missing.
     """
-    found = [Handle.parse(text) for text in handles]
+    parsed = [Handle.parse(text) for text in handles]
     if isinstance(handles, (set, frozenset)):
-        found.sort(key=lambda handle: (handle.rank, handle.token))
-    tokens = [handle.token for handle in found]
+        parsed.sort(key=lambda handle: (handle.rank, handle.token))
+    tokens = [handle.token for handle in parsed]
     if own.token not in tokens:
         raise ValueError(
-            f"the handle of this process ({own}) is not among the {len(found)} handles; expected it there, because "
+            f"the handle of this process ({own}) is not among the {len(parsed)} handles; expected it there, because "
             "only members call reconfigure"
         )
     if len(set(tokens)) < len(tokens):
-        raise ValueError(f"the {len(found)} handles name {len(set(tokens))} processes; expected each process once")
-    return tokens.index(own.token), found
+        raise ValueError(f"the {len(parsed)} handles name {len(set(tokens))} processes; expected each process once")
+    return tokens.index(own.token), parsed
 
 
 def digest_of(handles: Sequence[Handle]) -> str:

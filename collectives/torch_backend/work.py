@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import Work as TorchWork
@@ -14,10 +16,19 @@ from torch.futures import Future, collect_all
 from gangline.collectives.eager import has_modes, run_eagerly
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range
-from gangline.collectives.work import Work, nesting
+from gangline.collectives.work import NoThreadError, Work, WorkQueue, nesting
 
 _ABORT_SECONDS = 5.0  # for an aborted call to end; takes about 10 ms
 _NO_LIMIT = timedelta(0)  # torch's value for "no timeout"
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Return the tensors in nested lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)
 
 
 @run_eagerly
@@ -26,7 +37,7 @@ class GroupWork(TorchWork):
 
     Args:
         work: gangline's handle of the call.
-        tensors: tensors that the call writes.
+        tensors: tensors that the call writes, in nested lists.
         limit: default timeout of `wait` in seconds; None: no timeout.
         give_up: function that ends the call on all ranks when ``limit``, given with the call, passes in a `wait`; None:
             the call continues.
@@ -35,7 +46,7 @@ class GroupWork(TorchWork):
     def __init__(
         self,
         work: Work,
-        tensors: Sequence[Tensor],
+        tensors: Any,
         limit: float | None = None,
         give_up: Callable[[GanglineError], None] | None = None,
     ) -> None:
@@ -132,7 +143,7 @@ class GroupWork(TorchWork):
 
     def result(self) -> list[Tensor]:
         """Return the tensors that the call writes."""
-        return list(self._tensors)
+        return list(tensors_in(self._tensors))
 
     def source_rank(self) -> int:
         """Return the source rank of a finished receive; -1 for other calls."""
@@ -191,32 +202,66 @@ class MessageWork(GroupWork):
         with self._lock:
             is_first, self._is_awaited = not self._is_awaited, True
         if is_first:
-            threading.Thread(target=self._finish, name="gangline-future", daemon=True).start()
+            self._begin_waiting()
         return future
 
     _is_awaited = False
+
+    def _begin_waiting(self) -> None:
+        threading.Thread(target=self._finish, name="gangline-future", daemon=True).start()
 
     def _finish(self) -> None:
         with suppress(Exception):  # the future holds it
             self.run(self._work.wait)
 
 
+class _QuickWork(MessageWork):
+    """Handle that is made without a Python function, which would take a tenth of a small call."""
+
+    __init__ = TorchWork.__init__
+    _work = Work.finished("call")
+    _tensors: Any = ()
+    _limit = _range = _give_up = _error = _over = _future = None
+    _runner = 0
+    _is_over = False
+    _lock = threading.Lock()  # of futures that are created
+
+
 @run_eagerly
-class FinishedWork(GroupWork):
+class FinishedWork(_QuickWork):
     """Handle of a call that has succeeded before it is returned."""
 
-    _work = Work.finished("call")
-    _limit = _range = _give_up = _error = _over = _future = None
-    _lock = threading.Lock()  # of futures that are created
     _is_over = True
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        TorchWork.__init__(self)
-        self._tensors = tensors
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:  # noqa: ARG002
         """Return True."""
         return True
+
+    get_future = GroupWork.get_future
+
+
+@run_eagerly
+class BegunWork(_QuickWork):
+    """Handle of a collective that `Communicator.begin_small` has begun; only its future needs the queue's thread."""
+
+    _queue: WorkQueue
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Wait for the call; see `GroupWork.wait`."""
+        if self._is_awaited or timeout > _NO_LIMIT:
+            return super().wait(timeout)
+        self._work.wait()
+        return True
+
+    def _begin_waiting(self) -> None:
+        begun = self._work
+        if not begun.is_completed():
+            self._work = Work(begun._name)
+            with suppress(NoThreadError):
+                self._queue.submit(partial(self.run, begun.wait), self._work, keys=(), priority=0)
+                return
+        self._work = begun
+        self._finish()
 
 
 @run_eagerly

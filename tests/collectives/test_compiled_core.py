@@ -280,6 +280,7 @@ def _dropped(comm: Communicator) -> bool:
     return is_dropped
 
 
+@needs_core
 def test_a_call_that_was_begun_does_not_keep_its_communicator() -> None:
     assert spawn(_dropped, 2, transport="shared_memory", timeout=60) == [True, True]
 

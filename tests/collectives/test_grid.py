@@ -194,6 +194,9 @@ def _in_processes(comm: Communicator, ways: Sequence[str], larges: int) -> None:
     for way in ways:
         with between(comm, way) as group:
             walk(group, way, _of_processes(way, comm.size, larges))
+            if way == "core":  # each call begins in this thread, and ends there
+                outs = [(call, out) for call in (*COLLECTIVES, "barrier") for out in outs_of(call)[:2]]
+                walk(group, way, [Cell(call, 6, out=out, root=comm.size - 1, async_op=True) for call, out in outs])
             if way == "core" and comm.size < 4:
                 walk(group, way, _of_dtypes(way, COLLECTIVES, comm.size))
     random = Random(comm.size)

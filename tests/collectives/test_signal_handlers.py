@@ -192,7 +192,7 @@ def _group_calls(rank: Rank, folder: str) -> None:
         "lists": lists,
     }
     verbs["async"] = partial(all_reduced, 4, True)
-    for outer in ("small", "large", "barrier", "lists"):
+    for outer in verbs:
         for name, nested in verbs.items():
             arrived = Path(folder) / f"{outer} {name}"
             interrupted(rank.rank, in_next_call(group.communicator), verbs[outer], partial(refused, nested), arrived)

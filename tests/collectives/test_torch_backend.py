@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from gangline import Communicator
 from gangline.collectives.call_signature import DTYPES
+from gangline.collectives.compiled_core import has_collectives
 from gangline.collectives.errors import MismatchError
 from gangline.collectives.torch_backend import GanglineProcessGroup
 from tests.collectives.grid import COLLECTIVES, IN_PLACE, MEMORIES, Cell, drawn, is_valid, ops_of, outs_of, roots_of
@@ -544,6 +548,76 @@ def a_callback_makes_calls_and_waits_for_its_own(rank: int, size: int) -> None:
 
 
 @case
+def small_calls_in_flight_end_in_any_order(rank: int, size: int) -> None:
+    tensors = [given(5, rank) + place for place in range(6)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors[:4]]
+    dist.all_reduce(tensors[4])
+    for place in (3, 0, 2, 1):
+        assert works[place].wait(LIMIT if place == 2 else timedelta(0))
+        assert works[place].is_success()
+    for place, tensor in enumerate(tensors[:5]):
+        same(tensor, summed(5, size) + size * place)
+    work = dist.all_reduce(tensors[5], async_op=True)
+    while not work.is_completed():
+        time.sleep(0)
+    same(tensors[5], summed(5, size) + size * 5)
+    dropped, second = given(5, rank), given(6, rank)
+    dist.all_reduce(dropped, async_op=True)
+
+    def more(future: Any) -> Tensor:
+        work.wait()
+        dist.all_reduce(second)
+        return future.value()[0] + 1
+
+    work = dist.all_reduce(tensors[5], async_op=True)
+    same(work.get_future().then(more).wait(), size * (summed(5, size) + size * 5) + 1)
+    work.wait()
+    same(dropped, summed(5, size))
+    same(second, summed(6, size))
+    assert [one is tensors[5] for one in work.result()] == [True]
+
+
+@case
+def small_calls_do_not_overtake_queued_ones(rank: int, size: int) -> None:
+    tensor = given(LARGE, rank)
+    work = dist.all_reduce(tensor, async_op=True)
+    dist.all_reduce(tensor[:5], ReduceOp.MAX)
+    work.wait()
+    dist.all_reduce(tensor[5:9], ReduceOp.MAX, async_op=True).wait()
+    same(tensor, summed(LARGE, size))
+
+
+@case
+def handles_of_calls_that_are_over_keep_their_tensors(rank: int, size: int) -> None:
+    options, tensors = AllreduceOptions(), [given(5, rank) for _ in range(3)]
+    options.asyncOp = False
+    works = [group().allreduce([tensor], options) for tensor in tensors]
+    for work, tensor in zip(works, tensors, strict=True):
+        assert [one is tensor for one in work.result()] == [True]
+        assert work.get_future().wait()[0] is tensor
+        same(tensor, summed(5, size))
+    for tensor in tensors:
+        assert group().allreduce([tensor], options).get_future().wait()[0] is tensor
+
+
+@case
+def a_small_all_reduce_takes_few_python_calls(rank: int, size: int) -> None:
+    tensor, counts, gathers = torch.ones(5), [], gc.isenabled()
+    calls: list[str] = []
+    gc.disable()  # other packages' callbacks are Python functions
+    for _ in range(20):  # in one of them no other rank is late, so that nothing is called while this one waits
+        dist.barrier()
+        calls.clear()
+        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)
+        dist.all_reduce(tensor)
+        sys.setprofile(None)
+        counts.append(len(calls))
+    if gathers:
+        gc.enable()
+    assert min(counts) <= 14 or not has_collectives
+
+
+@case
 def a_mismatch_ends_its_group_alone(rank: int, size: int) -> None:
     for odd_one in (lambda: torch.ones(4), lambda: torch.ones(3, dtype=torch.float64)):
         made = dist.new_group()
@@ -624,8 +698,8 @@ def test_calls_that_reach_torch_s_backend_are_errors() -> None:
 def test_a_call_is_queued_if_another_thread_has_queued_one_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = GanglineProcessGroup(dist.HashStore(), 0, 1, timedelta(seconds=20))
     monkeypatch.setattr(alone._queue, "run_now", lambda *_: False)
-    before, options = alone.communicator._engine.sequence, AllreduceOptions()
+    before, options = alone.communicator._engine.sequence, ReduceScatterOptions()
     options.asyncOp = False
-    alone.allreduce([torch.ones(4)], options)
+    alone.reduce_scatter([torch.ones(4)], [[torch.ones(4)]], options)  # lists of tensors take the queue
     assert alone.communicator._engine.sequence == before + 1
     alone.shutdown()
