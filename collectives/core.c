@@ -16,6 +16,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#pragma GCC diagnostic ignored "-Wunused-parameter" /* Python passes the module to all functions */
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #else
@@ -55,8 +57,10 @@ static const int64_t YIELD_NANOSECONDS = 5000000; /* after which Python waits */
         break;                                                                                     \
     }
 /* out may be a or b. NaN wins, as in numpy and torch. */
-#define FOLD(T, NAME, TARGET)                                                                     \
-    TARGET static void NAME##_##T(void *out, const void *a, const void *b, size_t n, int op) {    \
+#define ANYWHERE __attribute__((aligned(1), may_alias)) /* a tensor may begin at an odd address */
+#define FOLD(TYPE, NAME, TARGET)                                                                  \
+    TARGET static void NAME##_##TYPE(void *out, const void *a, const void *b, size_t n, int op) { \
+        typedef TYPE ANYWHERE T;                                                                  \
         switch (op) {                                                                             \
         case PRODUCT: LOOP(T, u *v)                                                               \
         case MIN: LOOP(T, u < v || u != u ? u : v)                                                \
@@ -77,10 +81,13 @@ FOLDS(wide, __attribute__((target("avx2"))))
 static Fold *const *folds = portable; /* by dtype; those of this processor after PyInit__core */
 
 typedef union { float value; uint32_t bits; } Single;
+typedef double ANYWHERE Double;
+typedef float ANYWHERE Float;
+typedef uint16_t ANYWHERE Half;
 static inline float float_of(uint32_t bits) { return (Single){.bits = bits}.value; }
 static inline uint32_t bits_of(float value) { return (Single){.value = value}.bits; }
 
-static void widen(float *out, const uint16_t *in, size_t n, int dtype) {
+static void widen(Float *restrict out, const Half *restrict in, size_t n, int dtype) {
     for (size_t i = 0; i < n && dtype == BF16; i++) out[i] = float_of((uint32_t)in[i] << 16);
     for (size_t i = 0; i < n && dtype == F16; i++) {
         uint32_t half = in[i], exponent = half >> 10 & 31, fraction = half & 1023;
@@ -90,7 +97,7 @@ static void widen(float *out, const uint16_t *in, size_t n, int dtype) {
     }
 }
 
-static void narrow(uint16_t *out, const float *in, size_t n, int dtype) { /* to nearest, ties to even */
+static void narrow(Half *restrict out, const Float *restrict in, size_t n, int dtype) { /* to nearest, ties to even */
     for (size_t i = 0; i < n && dtype == BF16; i++) {
         uint32_t bits = bits_of(in[i]);
         out[i] = in[i] != in[i] ? 0x7FC0 : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
@@ -128,8 +135,8 @@ typedef struct { int dtype, op; int64_t divisor; /* of the result; 1: none */ } 
 
 static void divide(void *values, size_t n, const Reduction *how) {
     if (how->divisor == 1) return;
-    double *doubles = values;
-    float *floats = values;
+    Double *doubles = values;
+    Float *floats = values;
     for (size_t i = 0; i < n && how->dtype == F64; i++) doubles[i] /= (double)how->divisor;
     for (size_t i = 0; i < n && how->dtype != F64; i++) floats[i] /= (float)how->divisor;
 }
@@ -156,13 +163,13 @@ static void reduce(const Reduction *how, const char *const *in, size_t p, char *
         size_t count = n - begin < block ? n - begin : block, offset = begin * item;
         const char *result = sums;
         if (is_half) {
-            widen((float *)sums, (const uint16_t *)(in[0] + offset), count, how->dtype);
+            widen((Float *)sums, (const Half *)(in[0] + offset), count, how->dtype);
             for (size_t r = 1; r < p; r++) {
-                widen((float *)operand, (const uint16_t *)(in[r] + offset), count, how->dtype);
+                widen((Float *)operand, (const Half *)(in[r] + offset), count, how->dtype);
                 fold(sums, sums, operand, count, how->op);
             }
             divide(sums, count, how);
-            narrow((uint16_t *)operand, (const float *)sums, count, how->dtype);
+            narrow((Half *)operand, (const Float *)sums, count, how->dtype);
             result = operand;
         } else {
             if (p == 1) memcpy(sums, in[0] + offset, count * item);
