@@ -18,7 +18,7 @@ from gangline.bench.workload.collective_shapes import rows as rows_in
 from gangline.bench.workload.collective_shapes import tensor_options
 from gangline.bench.workload.options import Json, Runs, RunSeconds
 from gangline.bench.workload.sizes import counts, size_in_bytes
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _CONNECTING = ("connect", "split", "barrier")
 _SIZED = ("all_reduce", "all_gather", "broadcast")

@@ -39,9 +39,9 @@ from gangline.bench.workload.options import (
     Transport,
 )
 from gangline.bench.workload.sizes import counts, sizes_between
-from gangline.collectives.errors import UsageError
 from gangline.collectives.schedule import ROOTED
 from gangline.collectives.tuner import forced_algorithms
+from gangline.usage_error import UsageError
 
 _RUN_SECONDS = 0.2
 

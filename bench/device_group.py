@@ -20,9 +20,9 @@ from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.networks import context_words
 from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
-from gangline.collectives.context import contexts as contexts_of
 from gangline.collectives.devices.backends.selection import check
 from gangline.collectives.devices.device_group import DeviceGroup
+from gangline.kvstore.context import contexts as contexts_of
 
 Call = Callable[[], Any]
 

@@ -35,7 +35,7 @@ from gangline.bench.workload.options import (
     StepFactor,
 )
 from gangline.bench.workload.sizes import size_in_bytes, sizes_between
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 PUSH, PUSH_PULL, PUSHPULL = "push", "push+pull", "pushpull"
 """The measured calls."""

@@ -20,7 +20,7 @@ from gangline.bench.transfer import measure as measure_transfer
 from gangline.bench.workload.networks import context_words, distinct_devices, images
 from gangline.bench.workload.options import Gpus, Json, Runs, RunSeconds
 from gangline.bench.workload.sizes import counts
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _STORES = ("local", "device")
 _TRIAL_SECONDS = 0.3  # of a run that searches for the best setting

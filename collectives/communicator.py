@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gangline.collectives import hooks
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
 from gangline.collectives.call_signature import COLLECTIVES, TABLE, Ranks, encode_signature
@@ -46,7 +47,7 @@ from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.liveness.membership import CLOSED
 from gangline.collectives.streams import SideStreams
-from gangline.collectives.timeline.torch_hooks import watch_torch
+from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.work import Work
 
@@ -167,7 +168,8 @@ class Communicator:
         """Host of each rank, numbered from 0."""
         self.transport = resources.transport.name
         """Transport between the ranks: "shared_memory", "ipc", "tcp" or "in_process"."""
-        watch_torch()
+        if recorder.current is not None:
+            hooks.watch_torch()
         self._resources = resources
         self._engine = Engine(resources)
         self._host = HostCollectives(self._engine)

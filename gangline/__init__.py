@@ -7,8 +7,11 @@ first used, because importing torch takes seconds.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from gangline.collectives import hooks
 
 if TYPE_CHECKING:
     from gangline import callback as callback
@@ -18,27 +21,27 @@ if TYPE_CHECKING:
     from gangline.collectives.communicator import Communicator as Communicator
     from gangline.collectives.communicator import connect as connect
     from gangline.collectives.communicator import in_process as in_process
-    from gangline.collectives.context import Context as Context
-    from gangline.collectives.context import contexts as contexts
-    from gangline.collectives.context import cpu as cpu
-    from gangline.collectives.context import gpu as gpu
-    from gangline.collectives.context import num_gpus as num_gpus
     from gangline.collectives.devices.device_group import DeviceGroup as DeviceGroup
     from gangline.collectives.errors import DeadNodeError as DeadNodeError
-    from gangline.collectives.errors import DiskFullError as DiskFullError
     from gangline.collectives.errors import GanglineError as GanglineError
     from gangline.collectives.errors import MismatchError as MismatchError
     from gangline.collectives.errors import ProtocolError as ProtocolError
     from gangline.collectives.errors import StallError as StallError
     from gangline.collectives.processes.spawning import spawn as spawn
     from gangline.collectives.work import Work as Work
-    from gangline.collectives.workload import split_batch as split_batch
+    from gangline.kvstore.context import Context as Context
+    from gangline.kvstore.context import contexts as contexts
+    from gangline.kvstore.context import cpu as cpu
+    from gangline.kvstore.context import gpu as gpu
+    from gangline.kvstore.context import num_gpus as num_gpus
+    from gangline.kvstore.errors import DiskFullError as DiskFullError
     from gangline.kvstore.interface import KVStore as KVStore
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
     from gangline.kvstore.registry import create as create
     from gangline.kvstore.sparse import RowSparse as RowSparse
     from gangline.kvstore.trainer import Trainer as Trainer
+    from gangline.kvstore.workload import split_batch as split_batch
     from gangline.launcher.functions import launch as launch
     from gangline.models.balance.evaluation import BalancedLoader as BalancedLoader
     from gangline.models.balance.evaluation import balance as balance
@@ -54,11 +57,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "collectives.communicator": ("Communicator", "connect", "in_process"),
-    "collectives.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
     "collectives.devices.device_group": ("DeviceGroup",),
     "collectives.errors": (
         "DeadNodeError",
-        "DiskFullError",
         "GanglineError",
         "MismatchError",
         "ProtocolError",
@@ -66,7 +67,8 @@ _HOMES = {
     ),
     "collectives.processes.spawning": ("spawn",),
     "collectives.work": ("Work",),
-    "collectives.workload": ("split_batch",),
+    "kvstore.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
+    "kvstore.errors": ("DiskFullError",),
     "kvstore.interface": ("KVStore",),
     "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),
@@ -74,6 +76,7 @@ _HOMES = {
     "kvstore.registry": ("create",),
     "kvstore.sparse": ("RowSparse",),
     "kvstore.trainer": ("Trainer",),
+    "kvstore.workload": ("split_batch",),
     "models.batchnorm.distributed_batchnorm": ("convert_sync_batchnorm",),
     "models.checkpoint.checkpoint": ("load_weights",),
     "models.loop.monitor": ("Monitor",),
@@ -89,6 +92,15 @@ _HOMES = {
 _MODULES = ("callback", "data", "torch_backend", "transfer")
 
 __all__ = sorted([*_MODULES, *(name for names in _HOMES.values() for name in names)])
+
+
+def _imported_later(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module that is imported when the function is first called."""
+    return lambda *arguments: getattr(import_module(f"gangline.{module}"), name)(*arguments)
+
+
+hooks.watch_torch = _imported_later("kvstore.torch_hooks", "watch_torch")
+hooks.find_places = _imported_later("status.query", "places")
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch.multiprocessing
 
-from gangline.collectives.context import Context, Device
-from gangline.collectives.context import contexts as contexts_of
 from gangline.collectives.host_files import opener
+from gangline.kvstore.context import Context, Device
+from gangline.kvstore.context import contexts as contexts_of
 from gangline.models.data.reader import exit_with
 
 _GUARD = 'expected sweep() in the main part of a script: if __name__ == "__main__":'

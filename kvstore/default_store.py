@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.environments.engines import Dmlc
-from gangline.collectives.environments.restart import ELASTIC
+from gangline.kvstore.restart_variables import ELASTIC
 
 
 def job_store(variables: Mapping[str, str] = os.environ) -> str:

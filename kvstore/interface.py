@@ -17,7 +17,6 @@ import torch
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import NestedCallError
 from gangline.collectives.work import GuardedLock, Work
-from gangline.collectives.workload import split_batch
 from gangline.kvstore.arguments import (
     Pairs,
     Pushed,
@@ -47,6 +46,7 @@ from gangline.kvstore.optimizer.group import OptimizerGroup, OptimizerGroups
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate, check_not_negative
 from gangline.kvstore.sparse import checked_rows, copy_rows
+from gangline.kvstore.workload import split_batch
 
 _log = logging.getLogger("gangline")
 _Call = TypeVar("_Call", bound=Callable[..., Any])

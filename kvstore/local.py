@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from gangline.collectives.devices.backends import copies
-from gangline.collectives.devices.device_group import Transfer, broadcast, move, reduce
+from gangline.collectives.devices.device_group import Transfer, move, reduce
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue, nesting
 from gangline.kvstore.arguments import (
@@ -296,7 +296,7 @@ class LocalStore(KVStore):
                 views = [bucket.views(out) for out in outs]
                 self._copy_out([(key, [view[key] for view in views]) for key in bucket.keys])
             else:
-                broadcast(flat.stored, _others(outs, flat.stored))
+                move([((), flat.stored, _others(outs, flat.stored))])
 
         return self._start("pull", pull, bucket.keys, outs, priority, async_op)
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from gangline.collectives import environments
 from gangline.collectives.environments.variables import check_variables
-from gangline.collectives.errors import did_you_mean
 from gangline.kvstore.default_store import default_store
+from gangline.kvstore.errors import did_you_mean
 from gangline.kvstore.interface import KVStore
 
 # Name -> "module:class". Modules are imported at first use, because importing the parameter server is slow.

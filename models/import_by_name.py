@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.errors import did_you_mean
 from gangline.models.data.datasets import Splits
 
 

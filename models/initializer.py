@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.errors import did_you_mean
 from gangline.models.names import plain_name
 
 Fill = Callable[[torch.Tensor], Any]

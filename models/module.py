@@ -13,20 +13,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from gangline.collectives.context import Device, contexts, use_own_gpu
-from gangline.collectives.workload import check_work_load_list
 from gangline.kvstore import KVStore
 from gangline.kvstore.arguments import check_shard
 from gangline.kvstore.compression import parse
+from gangline.kvstore.context import Device, contexts, use_own_gpu
 from gangline.kvstore.default_store import default_store, job_store
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
+from gangline.kvstore.workload import check_work_load_list
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
+from gangline.models.data.reader import Collate
 from gangline.models.executor.context_balance import ContextBalance
 from gangline.models.executor.executor import Executor
 from gangline.models.initializer import InitializerSpec, initialise
@@ -682,6 +683,9 @@ class Module:
         *,
         num_epoch: int,
         batch_size: int | None = None,
+        lengths: Any = None,
+        padding: bool = True,
+        collate_fn: Collate | None = None,
         shuffle: bool = True,
         seed: int = 0,
         begin_epoch: int = 0,
@@ -729,6 +733,14 @@ class Module:
             eval_metric: argument of `gangline.models.metrics.metric.create`.
             num_epoch: total number of epochs, including those of a resumed run.
             batch_size: number of samples in a batch over all contexts of all workers.
+            lengths: cost of each sample of a Dataset by its index, such as its number of tokens: a sequence, or a
+                function from an index. Workers then get parts of each batch in descending order of length, of equal
+                cost / load; a worker's contexts share its padded part by samples. Loads "auto" follow measured cost per
+                second, and leave no worker idle. One worker trains as without lengths.
+            padding: with ``lengths``, True if a part costs its number of samples times its longest sample; False: the
+                sum of lengths.
+            collate_fn: function that joins a list of samples of a Dataset into (data, label), for eval_data too, such
+                as one that pads texts; if reading processes call it, it must be importable. None: torch's default.
             shuffle: read arrays and datasets in a random order that depends on seed and epoch.
             seed: seed of the order and of the contexts' random streams.
             begin_epoch: number of the first epoch.

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from gangline.collectives.errors import GanglineError, MismatchError
-from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.kvstore import KVStore, create
 from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
@@ -21,6 +20,7 @@ from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tabl
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.kvstore.reducer.written_weights import WrittenWeights
 from gangline.kvstore.sparse import of_gradient
+from gangline.kvstore.torch_hooks import watch_torch
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.names import plain_name
 from gangline.models.replicas import Replicas

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gangline.collectives.context import Context
+from gangline.kvstore.context import Context
 from gangline.kvstore.reducer.reducer import Reducer
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.models.batchnorm.running_statistics import Buffers, averaged, averaged_over

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.workload import split_batch
+from gangline.kvstore.workload import split_batch
 from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share
 from gangline.models.data.batches import (

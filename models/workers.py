@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.workload import check_work_load_list, split_batch
 from gangline.kvstore import KVStore
 from gangline.kvstore.allreduce.store import AllReduceStore
 from gangline.kvstore.group.serialization import digest
 from gangline.kvstore.group.worker_group import check_same
+from gangline.kvstore.workload import check_work_load_list, split_batch
 
 _AUTO, _EQUAL = "auto", "equal loads"
 _LOADS = "GANGLINE_WORK_LOAD_LIST"
@@ -46,6 +46,8 @@ class Workers:
         """True if there are other workers, and every worker takes part in every step."""
         self.minimum = 1
         """Smallest share of a batch that is not empty."""
+        self.share_cost: float | None = None
+        """Cost of this worker's share of the batch to train next; None: its number of samples."""
         self.stop: str | None = None
         """Reason why all workers must stop, equal on all of them; None while none has requested it."""
         self._stop_request: str | None = None

@@ -43,8 +43,8 @@ import gangline.mxnet as mx
 from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, torch_backend
 from gangline.bench.workload.texts import CausalModel, count_labels, padded, random_texts, text_lengths, train_steps
 from gangline.collectives.communicator import in_process
-from gangline.collectives.context import Context
 from gangline.collectives.devices.device_group import DeviceGroup
+from gangline.kvstore.context import Context
 from gangline.kvstore.reducer.gradient_reducer import GradientReducer
 from gangline.launcher.job import free_ports
 from gangline.models.zoo import create as create_network

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from gangline.collectives.engine.engine import Engine, GroupResources
-from gangline.collectives.environments.restart import incarnation
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client import scheduler_client, server_client
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -45,6 +44,7 @@ from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.transport.client_channel import Channel, Frames, StreamChannel, open_channel
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.poller import Source
+from gangline.kvstore.restart_variables import incarnation
 
 if TYPE_CHECKING:
     import pytest

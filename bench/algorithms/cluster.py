@@ -9,8 +9,8 @@ from gangline.bench.algorithms.cost import by_host, cost
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.workload.collective_shapes import bus_factor
 from gangline.collectives import algorithms
-from gangline.collectives.errors import UsageError
 from gangline.collectives.schedule import ROOTED, Schedule
+from gangline.usage_error import UsageError
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import nn
 
 from gangline.bench.algorithms.cluster import Cluster, measure
 from gangline.bench.report.rows import Row
-from gangline.collectives.errors import UsageError
 from gangline.models.zoo import registry
+from gangline.usage_error import UsageError
 
 STORES = ("device", "dist_sync", "allreduce")
 _BYTES = 4  # of a gradient's element

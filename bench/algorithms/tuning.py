@@ -21,7 +21,6 @@ from gangline.bench.workload.collective_shapes import ROWS_IN, tensor_options
 from gangline.bench.workload.options import Json
 from gangline.bench.workload.sizes import counts
 from gangline.collectives import algorithms
-from gangline.collectives.errors import UsageError
 from gangline.collectives.schedule import ROOTED
 from gangline.collectives.tuner import (
     SHARED_LIMIT,
@@ -37,6 +36,7 @@ from gangline.collectives.tuner import (
     shared_serves,
     table_path,
 )
+from gangline.usage_error import UsageError
 
 SIZES = tuple(1 << bits for bits in range(10, 25, 2))
 """Bytes of a rank's input."""

@@ -14,7 +14,7 @@ from gangline.bench.driver.harness import say
 from gangline.bench.driver.hosts import Hosts
 from gangline.bench.driver.processes import Candidate
 from gangline.bench.driver.rank_group import GroupError, RankGroup
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _ROOT = Path(gangline.__file__).resolve().parent.parent
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gangline.bench.report.rows import RATES, Row
 from gangline.bench.report.tables import format_seconds, format_size, formatter
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # distinct for colour-blind readers
 _PARTS = {"computes": _COLOURS[0], "computes padding": _COLOURS[1], "waits for other ranks": "#dddddd"}

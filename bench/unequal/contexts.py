@@ -24,7 +24,7 @@ from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
 from gangline.bench.workload.options import Json, Runs
 from gangline.bench.workload.sizes import factors as parse_factors
-from gangline.collectives.workload import split_batch
+from gangline.kvstore.workload import split_batch
 from gangline.models.module import Module
 
 _SECONDS = 1e-3  # of a sample on the fast context, forward and backward

@@ -21,7 +21,7 @@ from gangline.bench.report.rows import Row, spread, times_as_fast
 from gangline.bench.unequal.slow_process import SlowProcess, slow_process
 from gangline.bench.workload.options import Json, Runs, RunSeconds
 from gangline.bench.workload.sizes import factors as parse_factors
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _AT_SHARES = "the same, at balanced shares"  # a rank's speed depends on the size of its batches
 _IN_STEP = "the same, each step as long as its slowest"  # unavoidable if times vary

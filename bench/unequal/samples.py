@@ -32,7 +32,7 @@ from gangline.bench.unequal.slow_process import can_set_quota, slow_process
 from gangline.bench.workload.options import Json, Plot, Runs
 from gangline.bench.workload.sizes import counts as parse_counts
 from gangline.bench.workload.sizes import factors as parse_factors
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _IDEAL = "without padding and waiting"
 _DDP, _LENGTHS = "DDP", "balance, lengths"

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from gangline.bench.workload.sizes import counts as parse_counts
-from gangline.collectives.context import contexts
-from gangline.collectives.errors import UsageError
+from gangline.kvstore.context import contexts
 from gangline.models.zoo import registry
+from gangline.usage_error import UsageError
 
 _CHANNELS = 24
 _IMAGE_SIZE = 64  # pixels; with 224, networks for ImageNet take minutes on a CPU

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -14,7 +14,6 @@ from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import name_ranks
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.clock import clock_identity, measure_offsets
 from gangline.collectives.liveness.membership import (
     GroupMembership,
     Membership,
@@ -24,6 +23,7 @@ from gangline.collectives.liveness.membership import (
 from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.liveness.watchdog import Watchdog
 from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.clock import measure_offsets
 from gangline.collectives.transports.addresses import is_loopback, reachable_address
 from gangline.collectives.transports.base import BootstrapAllGather, Transport, within
 from gangline.collectives.transports.hybrid import HybridTransport
@@ -44,7 +44,7 @@ _REQUESTS = ("auto", *(name for name in TRANSPORTS if name != "in_process"))
 def open_group(
     rank: int,
     size: int,
-    exchange: BootstrapAllGather,
+    all_gather_bytes: BootstrapAllGather,
     *,
     transport: str = "auto",
     timeout: float | None = None,
@@ -52,12 +52,12 @@ def open_group(
 ) -> GroupResources:
     """Connect processes. Collective: all ranks must call it.
 
-    The ranks of one host need four calls of ``exchange``: settings, sockets, shared memory and the outcome.
+    The ranks of one host need four calls of ``all_gather_bytes``: settings, sockets, shared memory and the outcome.
 
     Args:
         rank: rank of this process.
         size: number of ranks.
-        exchange: all-gather between the processes.
+        all_gather_bytes: all-gather between the processes.
         transport: "auto" (shared memory within a host, tcp between hosts), or "shared_memory", "ipc" or "tcp" for all
             ranks. GANGLINE_TRANSPORT overrides it, and rank 0's choice overrides the others'.
         timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
@@ -79,18 +79,18 @@ def open_group(
             "outward": reachable_address() if is_loopback(host) else host,
             "transport": _requested(transport, timeout),
             "table": Table.from_environment().to_json() if rank == 0 else "",
-            "clock": "" if timeline is None else clock_identity(),
+            "clock": "" if timeline is None else kernel_identity("time"),
         }
     except (OSError, RuntimeError, ValueError) as error:
         problem, own = error, {"problem": f"{type(error).__name__}: {error}"}
-    every_rank: list[dict[str, str]] = [json.loads(packed) for packed in exchange(json.dumps(own).encode())]
+    every_rank: list[dict[str, str]] = [json.loads(packed) for packed in all_gather_bytes(json.dumps(own).encode())]
     if problem is not None:
         raise problem
     if problems := [f"rank {other}: {one['problem']}" for other, one in enumerate(every_rank) if "problem" in one]:
         raise ValueError("; ".join(problems))
     requested, clock = every_rank[0]["transport"], every_rank[0]["clock"]
     if len({one["clock"] for one in every_rank if one["clock"]} | {clock}) > 1:
-        measure_offsets(rank, exchange, timeline)
+        measure_offsets(rank, all_gather_bytes, timeline)
     if timeline is not None:
         timeline.set_process(f"rank {rank}")
     hosts = rendezvous.number_hosts([one["host"] for one in every_rank])
@@ -106,10 +106,10 @@ def open_group(
         host = own["outward"]
     address = f"tcp://{host}" if has_several_hosts or requested == "tcp" else "ipc"
     membership = ProcessMembership(
-        rank, size, exchange, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
+        rank, size, all_gather_bytes, heartbeat=bounds.heartbeat, limit=bounds.heartbeat_limit, address=address
     )
     settings = GroupSettings(requested, address, Table.from_json(every_rank[0]["table"]), timeout)
-    return _connect_processes(membership, hosts, exchange, settings)
+    return _connect_processes(membership, hosts, all_gather_bytes, settings)
 
 
 def _requested(transport: str, timeout: float | None) -> str:
@@ -154,20 +154,20 @@ def split_group(
         (rank for rank, (other_color, _) in enumerate(requests) if other_color == color),
         key=lambda rank: (requests[rank][1], rank),
     )
-    with within(host.exchange, members) as exchange:
-        return None if color is None else _connect_members(resources, members, number, exchange)
+    with within(host.exchange, members) as all_gather_bytes:
+        return None if color is None else _connect_members(resources, members, number, all_gather_bytes)
 
 
 def _connect_members(
-    resources: GroupResources, members: list[int], number: int, exchange: BootstrapAllGather
+    resources: GroupResources, members: list[int], number: int, all_gather_bytes: BootstrapAllGather
 ) -> GroupResources:
     if resources.transport.name == "in_process":
         rank = members.index(resources.rank)
-        return _connect_threads(rank, _shared_by_threads(rank, len(members), exchange), resources.settings)
+        return _connect_threads(rank, _shared_by_threads(rank, len(members), all_gather_bytes), resources.settings)
     assert isinstance(resources.membership, GroupMembership)
     membership = resources.membership.subgroup(members, number)
     hosts = rendezvous.number_hosts([resources.hosts[member] for member in members])
-    return _connect_processes(membership, hosts, exchange, resources.settings)
+    return _connect_processes(membership, hosts, all_gather_bytes, resources.settings)
 
 
 class _ThreadResources:
@@ -182,13 +182,13 @@ _split_groups: WeakValueDictionary[int, _ThreadResources] = WeakValueDictionary(
 """Resources of in-process groups during a split, by id."""
 
 
-def _shared_by_threads(rank: int, size: int, exchange: BootstrapAllGather) -> _ThreadResources:
+def _shared_by_threads(rank: int, size: int, all_gather_bytes: BootstrapAllGather) -> _ThreadResources:
     """Return the object that all ranks of a new in-process group share; rank 0 creates it."""
     created = _ThreadResources(size) if rank == 0 else None
     if created is not None:
         _split_groups[id(created)] = created
-    shared = _split_groups[int(exchange(str(id(created)).encode())[0])]
-    exchange(b"")  # afterwards all ranks have looked it up
+    shared = _split_groups[int(all_gather_bytes(str(id(created)).encode())[0])]
+    all_gather_bytes(b"")  # afterwards all ranks have looked it up
     return shared
 
 
@@ -203,11 +203,11 @@ def _connect_threads(rank: int, shared: _ThreadResources, settings: GroupSetting
 
 
 def _connect_processes(
-    membership: GroupMembership, hosts: tuple[int, ...], exchange: BootstrapAllGather, settings: GroupSettings
+    membership: GroupMembership, hosts: tuple[int, ...], all_gather_bytes: BootstrapAllGather, settings: GroupSettings
 ) -> GroupResources:
     try:
         watchdogs = _watchdogs(membership, settings)
-        transports, slot_exchange = _open_transports(membership, hosts, exchange, watchdogs, settings)
+        transports, slot_exchange = _open_transports(membership, hosts, all_gather_bytes, watchdogs, settings)
     except BaseException:
         membership.close()
         raise
@@ -217,7 +217,7 @@ def _connect_processes(
 def _open_transports(
     membership: GroupMembership,
     hosts: tuple[int, ...],
-    exchange: BootstrapAllGather,
+    all_gather_bytes: BootstrapAllGather,
     watchdogs: tuple[Watchdog, Watchdog],
     settings: GroupSettings,
 ) -> tuple[tuple[Transport, Transport], SlotExchange | None]:
@@ -229,9 +229,9 @@ def _open_transports(
 
     def by_sockets() -> tuple[Transport, Transport]:
         options: Any = {"address": settings.address, "context": SharedContext()}
-        collectives = ZmqTransport(rank, size, exchange, watchdogs[0], **options)
+        collectives = ZmqTransport(rank, size, all_gather_bytes, watchdogs[0], **options)
         try:
-            return collectives, ZmqTransport(rank, size, exchange, watchdogs[1], **options)
+            return collectives, ZmqTransport(rank, size, all_gather_bytes, watchdogs[1], **options)
         except BaseException:
             collectives.close()
             raise
@@ -242,7 +242,7 @@ def _open_transports(
     cma.allow_reads(membership.processes[member] for member in members)
     nbytes = 2 * SharedMemoryTransport.nbytes(len(members)) + SlotExchange.nbytes(len(members))
     try:
-        group = open_host_group(rank, members, nbytes, exchange)
+        group = open_host_group(rank, members, nbytes, all_gather_bytes)
     except OSError as error:
         if settings.transport == "shared_memory":
             raise OSError(f"transport is 'shared_memory': {error}") from error

@@ -193,9 +193,9 @@ def _connect_store(host: str, port: int, timeout: float, *, is_local: bool) -> _
         pause = min(2 * pause, 0.2)
 
 
-def hosts(exchange: BootstrapAllGather) -> tuple[int, ...]:
+def hosts(all_gather_bytes: BootstrapAllGather) -> tuple[int, ...]:
     """Return the host of each rank (`number_hosts`). Collective: all ranks must call it."""
-    return number_hosts(exchange(host_identity().encode()))
+    return number_hosts(all_gather_bytes(host_identity().encode()))
 
 
 def number_hosts(identities: Sequence[object]) -> tuple[int, ...]:

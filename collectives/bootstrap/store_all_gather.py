@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgpack
 from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 
-from gangline.collectives.bootstrap.unix_store import ServedStore, UnixStore
+from gangline.collectives.bootstrap.unix_store import LocalStore, RemoteStore
 from gangline.collectives.environments.job_key import FILE, JobKey
 from gangline.collectives.errors import DeadNodeError, ProtocolError, StallError, name_ranks
 from gangline.collectives.limits import BOOTSTRAP_STATE_CHECK_SECONDS, BOOTSTRAP_WARN_SECONDS
@@ -36,8 +36,8 @@ _SAME_KEY = f"{FILE} must name a file with the same key, and GANGLINE_JOB_ID be 
 class StoreAllGather:
     """A `BootstrapAllGather` over a store that all ranks share; no other code may use its keys.
 
-    Each round's keys are deleted, so that a store that outlives the ranks can serve others. The first round also
-    gathers the ranks' process identities, by which later rounds notice a rank of this host that has died.
+    The first round also gathers the ranks' process identities, by which later rounds notice a rank of this host that
+    has died.
 
     Args:
         store: torch's TCPStore, FileStore, HashStore or PrefixStore, or a store of this host.
@@ -51,11 +51,14 @@ class StoreAllGather:
         prefix: beginning of the keys in the store.
         attempt: number of failed attempts of this process to gather with these keys. The first round moves to the
             latest attempt of any rank.
+        processes: identities of the ranks' processes, which the first round then does not gather.
+        deletes_keys: delete each round's keys, as the store serves other groups later, and let rank 0 end last, as the
+            store may end with its process.
     """
 
     def __init__(
         self,
-        store: Store | ServedStore | UnixStore,
+        store: Store | LocalStore | RemoteStore,
         rank: int,
         size: int,
         timeout: float,
@@ -64,21 +67,25 @@ class StoreAllGather:
         key: JobKey | None = None,
         prefix: str = "",
         attempt: int = 0,
+        processes: Sequence[list[str | int]] = (),
+        *,
+        deletes_keys: bool = True,
     ) -> None:
         self.attempt = attempt
         """Number of the attempt at which the ranks meet."""
-        self._store = store if isinstance(store, ServedStore | UnixStore) else BoundedStore(store, timeout)
+        self._store = store if isinstance(store, LocalStore | RemoteStore) else BoundedStore(store, timeout)
         self._prefix = prefix
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._where = where
         self._server = server
+        self._deletes_keys = deletes_keys
         self._rounds = itertools.count()
         self._key = key
         self._session = b""
         """Random numbers of all ranks, unique to the group."""
-        self._processes: list[list[str | int]] = []
+        self._processes = processes
         self._late: list[int] = []
         """Ranks that were missing when this one last looked."""
 
@@ -147,7 +154,9 @@ class StoreAllGather:
                     raise
                 self.attempt += 1
             blobs = [bytes(one) for one in self._store.multi_get(blob_keys)]
-        if self._rank == 0:  # rank 0 leaves last, because the store may end with its process
+        if not self._deletes_keys:
+            return blobs
+        if self._rank == 0:
             with store_errors(self._rank, self._size, self._server):
                 self._wait(done_keys[1:], time.monotonic())
                 for key in [*blob_keys, *done_keys[1:]]:
@@ -184,7 +193,7 @@ class StoreAllGather:
         Returns:
             True when the store has all keys, False when ``next_attempt`` has begun.
         """
-        pause, is_warned = 0.001, False
+        pause, is_warned = 0.0001, False
         next_look = begin + min(BOOTSTRAP_STATE_CHECK_SECONDS, self._timeout / 2)
         self._late.clear()
         while not self._store.check(keys):
@@ -228,7 +237,7 @@ def store_errors(rank: int, size: int, server: str, late: Sequence[int] = ()) ->
         raise DeadNodeError(f"rank {rank} of {size} {waited}lost {server}: {error}") from error
 
 
-class BoundedStore:
+class BoundedStore(RemoteStore):
     """Store of torch whose calls end: TCPStore waits without a limit for a server that has stopped to answer.
 
     Args:
@@ -237,29 +246,13 @@ class BoundedStore:
     """
 
     def __init__(self, store: Store, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+        def ask(method: str, *arguments: object) -> object:
+            try:
+                return call_within(timeout, getattr(store, method), *arguments)
+            except TimeoutError as error:
+                raise DistNetworkError(str(error)) from None
 
-    def set(self, key: str, value: bytes | str) -> None:
-        """Store a value."""
-        self._call(self._store.set, key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether the store has all the keys."""
-        return self._call(self._store.check, keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of keys that the store has."""
-        return self._call(self._store.multi_get, keys)
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a key."""
-        return self._call(self._store.delete_key, key)
-
-    def _call(self, function: Callable[..., _Result], *arguments: object) -> _Result:
-        try:
-            return call_within(self._timeout, function, *arguments)
-        except TimeoutError as error:
-            raise DistNetworkError(str(error)) from None
+        super().__init__(ask)
 
 
 def call_within(seconds: float, function: Callable[..., _Result], *arguments: object, **options: object) -> _Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,20 +20,12 @@ _MAX_MESSAGE = 64 << 20  # bytes
 _LONGEST_WAIT = 1e6  # seconds; poll(2) takes an int of milliseconds
 
 
-class ServedStore:
-    """Store of this process, open to the processes of its user until it ends.
+class LocalStore:
+    """Store of this process."""
 
-    Args:
-        name: of the Unix socket.
-
-    Raises:
-        OSError: if the name is in use.
-    """
-
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._server = unix_sockets.Server(name, self._accept, "gangline-store")
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value."""
@@ -55,6 +47,34 @@ class ServedStore:
         with self._lock:
             return self._values.pop(key, None) is not None
 
+    def answer(self, request: Any) -> Any:
+        """Return the answer to a request of a `RemoteStore`."""
+        match request:
+            case ["set", str(key), bytes(value)]:
+                return self.set(key, value)
+            case ["check", [*keys]]:
+                return self.check(keys)
+            case ["multi_get", [*keys]]:
+                return self.multi_get(keys)
+            case ["delete_key", str(key)]:
+                return self.delete_key(key)
+        raise ProtocolError("received an unknown request")
+
+
+class ServedStore(LocalStore):
+    """Store of this process, open to the processes of its user until it ends.
+
+    Args:
+        name: of the Unix socket.
+
+    Raises:
+        OSError: if the name is in use.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._server = unix_sockets.Server(name, self._accept, "gangline-store")
+
     def close(self) -> None:
         """Accept no more connections; the name is free again."""
         self._server.close()
@@ -67,27 +87,39 @@ class ServedStore:
         with connection:
             try:
                 while True:
-                    connection.send_bytes(msgpack.packb(self._answer(_receive(connection))))
+                    connection.send_bytes(msgpack.packb(self.answer(_receive(connection))))
             except (EOFError, ConnectionError):
                 pass  # the rank has left
             except (ProtocolError, OSError, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
                 _log.warning("the store drops a connection: %s", error)
 
-    def _answer(self, request: Any) -> Any:
-        match request:
-            case ["set", str(key), bytes(value)]:
-                return self.set(key, value)
-            case ["check", list(keys)]:
-                return self.check(keys)
-            case ["get", list(keys)]:
-                return self.multi_get(keys)
-            case ["delete", str(key)]:
-                return self.delete_key(key)
-        raise ProtocolError("received an unknown request")
+
+class RemoteStore:
+    """Store that is asked by requests; methods as in `LocalStore`.
+
+    Args:
+        ask: called with a method's name and arguments; returns the answer of the store (`LocalStore.answer`).
+    """
+
+    def __init__(self, ask: Callable[..., Any]) -> None:
+        self._ask = ask
+
+    def set(self, key: str, value: bytes | str) -> None:  # noqa: D102  see LocalStore
+        self._ask("set", key, value if isinstance(value, bytes) else value.encode())
+
+    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
+        return bool(self._ask("check", list(keys)))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # noqa: D102
+        found: list[bytes] = self._ask("multi_get", list(keys))
+        return found
+
+    def delete_key(self, key: str) -> bool:  # noqa: D102
+        return bool(self._ask("delete_key", key))
 
 
-class UnixStore:
-    """Store that another process of this host serves; methods as in `ServedStore`.
+class UnixStore(RemoteStore):
+    """The `ServedStore` of another process of this host.
 
     Args:
         name: of the Unix socket.
@@ -98,25 +130,12 @@ class UnixStore:
     """
 
     def __init__(self, name: str, timeout: float) -> None:
+        super().__init__(self._request)
         self._lock = threading.Lock()
         self._timeout = min(timeout, _LONGEST_WAIT)
         self._connection = Connection(unix_sockets.connect(name).detach())
 
-    def set(self, key: str, value: bytes | str) -> None:  # noqa: D102  see ServedStore
-        self._ask("set", key, value if isinstance(value, bytes) else value.encode())
-
-    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
-        return bool(self._ask("check", list(keys)))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # noqa: D102
-        found: list[bytes] = self._ask("get", list(keys))
-        return found
-
-    def delete_key(self, key: str) -> bool:  # noqa: D102
-        return bool(self._ask("delete", key))
-
-    def _ask(self, *request: Any) -> Any:
-        """Return the answer to a request."""
+    def _request(self, *request: Any) -> Any:
         with self._lock:
             try:
                 self._connection.send_bytes(msgpack.packb(request))

@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.context import Context, contexts, cpu, gpu
 from gangline.collectives.devices.backends import copies
-from gangline.collectives.devices.backends.base import Transfer
+from gangline.collectives.devices.backends.base import Backend, Transfer
 from gangline.collectives.devices.backends.selection import open_backend
 from gangline.collectives.engine import reduction
-from gangline.collectives.engine.arguments import check_written
+from gangline.collectives.engine.arguments import check_shape, check_tensor, check_written
+from gangline.collectives.engine.host_staging import overlap
 
-__all__ = ["DeviceGroup", "Transfer", "broadcast", "move", "reduce", "require"]
+__all__ = ["DeviceGroup", "Transfer", "move", "reduce", "require"]
+
+
+class HasDevice(Protocol):
+    """Object with a device, such as a `Context`."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The torch device of its tensors."""
 
 
 class DeviceGroup:
@@ -37,7 +45,7 @@ class DeviceGroup:
         TypeError: in all calls but `move`, if a tensor is not dense, or its dtype is not supported by the operation.
     """
 
-    def __init__(self, devices: Sequence[Context | torch.device], implementation: str | None = None) -> None:
+    def __init__(self, devices: Sequence[HasDevice | torch.device], implementation: str | None = None) -> None:
         """Open the backend for devices.
 
         Args:
@@ -54,8 +62,11 @@ class DeviceGroup:
         """
         self.devices = tuple(_device(device) for device in devices)
         """Device of each position."""
-        contexts([cpu() if device.type == "cpu" else gpu(device.index) for device in self.devices])  # checks presence
+        if not self.devices:
+            raise ValueError("context is empty; expected at least one, such as [cpu(0)]")
+        check_gpus([device.index for device in self.devices if device.type == "cuda"])
         self._backend = open_backend(self.devices, implementation)
+        self._copies = copies.Copies(self.devices)
         self.implementation = self._backend.name
         """Name of the backend: "nccl", "peer_to_peer", "staged" or "copies"."""
 
@@ -79,7 +90,7 @@ class DeviceGroup:
         _check_targets("tensors", tensors)
         reduction.check(op, tensors[0].dtype)
         if tensors[0].numel() and self.size > 1:
-            self._backend.all_reduce(tensors, op)
+            self._backend_for(tensors[0]).all_reduce(tensors, op)
         return list(tensors)
 
     @torch.no_grad()
@@ -99,11 +110,11 @@ class DeviceGroup:
         reduction.check(op, tensors[0].dtype)
         self._check_root(root)
         result = tensors[root] if out is None else out
-        _check_dense("out", result)
-        _check_fits("out", result, self.devices[root], tensors[0].shape, tensors[0].dtype)
+        _check_on(self.devices[root], result, "out")
+        check_shape("out", result, tensors[0].shape, tensors[0].dtype)
         _check_targets("out", [result])
         if result.numel():
-            self._backend.move([(tensors, result, ())], op)
+            self._backend_for(result).move([(tensors, result, ())], op)
         return result
 
     @torch.no_grad()
@@ -121,7 +132,7 @@ class DeviceGroup:
         self._check_root(root)
         _check_targets("tensors", [tensor for position, tensor in enumerate(tensors) if position != root])
         if tensors[0].numel() and self.size > 1:
-            self._backend.move([((), tensors[root], tensors)])
+            self._backend_for(tensors[0]).move([((), tensors[root], tensors)])
         return list(tensors)
 
     @torch.no_grad()
@@ -138,7 +149,7 @@ class DeviceGroup:
         self._check("tensors", tensors)
         results = self._prepare_outs(outs, (self.size, *tensors[0].shape), tensors[0].dtype)
         if tensors[0].numel():
-            self._backend.all_gather(tensors, results)
+            self._backend_for(tensors[0]).all_gather(tensors, results)
         return results
 
     @torch.no_grad()
@@ -161,7 +172,7 @@ class DeviceGroup:
             raise ValueError(f"tensors have shape {tuple(tensors[0].shape)}; expected ({self.size}, ...)")
         results = self._prepare_outs(outs, tensors[0].shape[1:], tensors[0].dtype)
         if tensors[0].numel():
-            self._backend.reduce_scatter(tensors, results, op)
+            self._backend_for(tensors[0]).reduce_scatter(tensors, results, op)
         return results
 
     @torch.no_grad()
@@ -173,22 +184,24 @@ class DeviceGroup:
                 gets the sum of the values, or is only copied if there are none; it may be one of the values. These
                 tensors are not checked.
         """
-        self._backend.move(transfers)
+        by_copies = [transfer for transfer in transfers if not self._backend.supports(transfer[1].dtype)]
+        if len(by_copies) < len(transfers):
+            self._backend.move([transfer for transfer in transfers if self._backend.supports(transfer[1].dtype)])
+        self._copies.move(by_copies)
+
+    def _backend_for(self, tensor: Tensor) -> Backend:
+        return self._backend if self._backend.supports(tensor.dtype) else self._copies
 
     def _check(
-        self,
-        name: str,
-        tensors: Sequence[Tensor],
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
+        self, name: str, tensors: Sequence[Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """Check that there is a tensor for each device; a shape or dtype of None is that of the first tensor."""
         if len(tensors) != self.size:
             raise ValueError(f"{name} has {len(tensors)} entries for {self.size} devices")
         for position, (tensor, device) in enumerate(zip(tensors, self.devices, strict=True)):
-            _check_dense(f"{name}[{position}]", tensor)
+            _check_on(device, tensor, f"{name}[{position}]")
             shape, dtype = tensor.shape if shape is None else shape, dtype or tensor.dtype
-            _check_fits(f"{name}[{position}]", tensor, device, shape, dtype)
+            check_shape(f"{name}[{position}]", tensor, shape, dtype)
 
     def _check_root(self, root: int) -> None:
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
@@ -208,11 +221,6 @@ class DeviceGroup:
 def reduce(values: Sequence[Tensor], out: Tensor) -> None:
     """Write ``values[0] + values[1] + ...`` into ``out``; see `move`."""
     move([(values, out, ())])
-
-
-def broadcast(value: Tensor, outs: Sequence[Tensor]) -> None:
-    """Copy ``value`` into each of ``outs``."""
-    move([((), value, outs)])
 
 
 def move(transfers: Sequence[Transfer]) -> None:
@@ -278,8 +286,7 @@ def _group(devices: tuple[torch.device, ...]) -> DeviceGroup:
 
 
 def _device(device: object) -> torch.device:
-    if isinstance(device, Context):
-        return device.torch_device
+    device = getattr(device, "torch_device", device)
     if not isinstance(device, torch.device):
         raise TypeError(f"a device is {device!r}; expected a Context, such as gpu(0), or a torch.device")
 
@@ -290,32 +297,26 @@ def _device(device: object) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _check_dense(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a torch.Tensor")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} is {tensor.layout}; expected a dense tensor")
-    reduction.check_dtype(tensor.dtype)
+def check_gpus(indices: Sequence[int]) -> None:
+    """Raise ValueError if a GPU is not on this machine."""
+    available = torch.cuda.device_count() if indices else 0
+    missing = [f"gpu({index})" for index in indices if index >= available]
+    if missing:
+        there = ", ".join(f"gpu({index})" for index in range(available)) or "none"
+        are = "is" if len(missing) == 1 else "are"
+        raise ValueError(f"{', '.join(missing)} {are} not on this machine; the GPUs here: {there}")
 
 
-def _check_fits(name: str, tensor: Tensor, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> None:
-    if tensor.device != device:
+def _check_on(device: torch.device, tensor: object, name: str) -> None:
+    """Check that an argument is a dense tensor on a device."""
+    if isinstance(tensor, Tensor) and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; expected {device}")
-    if tensor.shape != tuple(shape) or tensor.dtype != dtype:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}; expected {tuple(shape)} and {dtype}"
-        )
+    check_tensor(tensor, name)
 
 
 def _check_targets(name: str, tensors: Sequence[Tensor]) -> None:
     """Check that tensors can be written and do not overlap."""
     for tensor in tensors:
         check_written(tensor, name)
-    spans = sorted(
-        (tensor.get_device(), tensor.data_ptr(), tensor.nbytes)
-        for tensor in tensors
-        if tensor.is_contiguous() and tensor.numel()
-    )
-    for (device, begin, length), (next_device, next_begin, _) in pairwise(spans):
-        if device == next_device and next_begin < begin + length:
-            raise ValueError(f"two of {name} share memory; expected distinct tensors")
+    if overlap([], [tensor for tensor in tensors if tensor.is_contiguous()]):
+        raise ValueError(f"two of {name} share memory; expected distinct tensors")

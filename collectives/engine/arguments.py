@@ -121,12 +121,17 @@ def _elements_overlap(tensor: Tensor) -> bool:
 def _check_fits(name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
     """Check a tensor's shape, and that its dtype and device are those of ``like``."""
     check_tensor(tensor, name)
-    if tensor.shape != tuple(shape) or tensor.dtype != like.dtype:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}; expected {tuple(shape)} and {like.dtype}"
-        )
+    check_shape(name, tensor, shape, like.dtype)
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}, as the call's other tensor")
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Check a tensor's shape and dtype."""
+    if tensor.shape != tuple(shape) or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype}; expected {tuple(shape)} and {dtype}"
+        )
 
 
 def _result_tensor(out: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:

@@ -68,34 +68,41 @@ def as_sent(own: Tensor, op: str) -> Tensor:
 
 
 def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) -> None:
-    """Combine tensors of equal length from first to last into ``out``.
+    """Combine tensors of one shape from first to last into ``out``.
 
     float16 and bfloat16 are combined in float32 and rounded once. Integers wrap around. For bool, "sum" is a logical
     or and "product" a logical and.
 
     Args:
-        values: one or more 1-d tensors of one dtype.
+        values: one or more tensors of one dtype; those on other devices are copied to the device of ``out``, one at a
+            time.
         op: a name in `OPERATIONS`.
-        out: 1-d tensor for the result; may be one of ``values``.
+        out: tensor for the result; may be one of ``values``.
         divisor: divisor of the result, applied before rounding.
     """
     function = OPERATIONS[op].torch_function
-    if out.is_complex() and op != "product":  # by parts: torch.add multiplies complex numbers by 1, and inf * 0 is NaN
-        values, out = [torch.view_as_real(value) for value in values], torch.view_as_real(out)
-    if out.dtype in HALVES:
-        partial = values[0].float()
-        for value in values[1:]:
-            function(partial, value, out=partial)
-        out.copy_(partial.div_(divisor) if divisor != 1 else partial)
-        return
-    if len(values) == 1:
+    if out.is_complex() and op != "product" and not out.is_conj():
+        # by parts: torch.add multiplies complex numbers by 1, and inf * 0 is NaN
+        values, out = [torch.view_as_real(value.resolve_conj()) for value in values], torch.view_as_real(out)
+    if len(values) == 1 and divisor == 1:
         out.copy_(values[0])
-    elif len(values) == 2:
-        function(values[0], values[1], out=out)
-    else:
-        partial = function(values[0], values[1])
-        for value in values[2:-1]:
-            function(partial, value, out=partial)
-        function(partial, values[-1], out=out)  # written last, because ``out`` may be one of the values
+        return
+    total = _on_device_of(out, values[0])
+    is_widened = out.dtype in HALVES and (len(values) > 2 or divisor != 1)  # one operation on halves rounds once
+    if is_widened:
+        total = partial = last = total.float()
+    else:  # only the last operation writes to ``out`` if another one would overwrite a value that is still needed
+        is_needed = any(value.data_ptr() == out.data_ptr() for value in values[2:])
+        partial, last = torch.empty_like(out) if is_needed else out, out
+    for number, value in enumerate(values[1:], 2):
+        result = last if number == len(values) else partial
+        function(total, _on_device_of(out, value), out=result)
+        total = result
     if divisor != 1:
-        out.div_(divisor)
+        torch.div(total, divisor, out=last)
+    if is_widened:
+        out.copy_(last)
+
+
+def _on_device_of(out: Tensor, value: Tensor) -> Tensor:
+    return value if value.device == out.device else value.to(out.device, non_blocking=value.is_cuda and out.is_cuda)

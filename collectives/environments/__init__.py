@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from gangline.collectives.environments.environment import LOOPBACK, LauncherEnvironment
-from gangline.collectives.environments.registry import all_found, find, local_rank, local_size, register, registered
+from gangline.collectives.environments.registry import all_found, find, local_rank, local_size, register
 
 __all__ = [
     "LOOPBACK",
@@ -16,5 +16,4 @@ __all__ = [
     "local_rank",
     "local_size",
     "register",
-    "registered",
 ]

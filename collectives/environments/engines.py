@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import cast
 
-from gangline.collectives.environments.environment import LauncherEnvironment, number, port_from
+from gangline.collectives.environments.environment import LauncherEnvironment, port_from
 
 _RESERVED_STEP = 0xFFFFFFF0
 """First id of Slurm's own steps: batch script, interactive shell, external processes."""
@@ -13,15 +14,17 @@ _KUBERNETES_PORT = 29500
 """Port of rank 0 in its pod, which has a separate address; torchrun's default."""
 
 
-class Torchrun(LauncherEnvironment):
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: torchrun, gangline launch, Ray Train, Kubeflow, or set by hand."""
+def _engine(name: str, **variables: str) -> type[LauncherEnvironment]:
+    """Return the environment of a launcher; if its ranks are numbers of hosts, it starts one process on each.
 
-    name = "torchrun, gangline launch or by hand (RANK, WORLD_SIZE)"
-    rank_names = ("RANK",)
-    size_names = ("WORLD_SIZE",)
-    local_rank_names = ("LOCAL_RANK",)
-    local_size_names = ("LOCAL_WORLD_SIZE",)
-    node_rank_names = ("GROUP_RANK", "NODE_RANK")
+    Args:
+        name: name of the launcher in messages.
+        variables: names for `LauncherEnvironment`'s attribute NAME_names, separated by spaces.
+    """
+    names = {f"{kind}_names": tuple(words.split()) for kind, words in variables.items()}
+    is_alone = variables.get("node_rank") == variables["rank"]
+    attributes = {"__module__": __name__, "name": name, "is_alone_on_host": is_alone, **names}
+    return cast("type[LauncherEnvironment]", type(name, (LauncherEnvironment,), attributes))
 
 
 class Dmlc(LauncherEnvironment):
@@ -48,60 +51,10 @@ class Dmlc(LauncherEnvironment):
             )
         return super().rank()
 
-    def size(self) -> int:  # noqa: D102  inherited
-        if "DMLC_NUM_WORKER" not in self.variables:
-            raise ValueError("DMLC_NUM_WORKER is not set; expected the number of workers, as gangline launch sets it")
-        return super().size()
-
     @classmethod
     def has_servers(cls, variables: Mapping[str, str]) -> bool:
         """Return True if the process has a role in a job with servers."""
         return cls.detect(variables) and variables.get("DMLC_NUM_SERVER") != "0"
-
-
-class OpenMpi(LauncherEnvironment):
-    """Open MPI's mpirun."""
-
-    name = "Open MPI (OMPI_COMM_WORLD_RANK)"
-    rank_names = ("OMPI_COMM_WORLD_RANK",)
-    size_names = ("OMPI_COMM_WORLD_SIZE",)
-    local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK",)
-    local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
-    job_names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-
-
-class Mvapich(LauncherEnvironment):
-    """MVAPICH's mpirun_rsh and mpiexec."""
-
-    name = "MVAPICH (MV2_COMM_WORLD_RANK)"
-    rank_names = ("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK")
-    size_names = ("MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE")
-    local_rank_names = ("MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK")
-    local_size_names = ("MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE")
-
-
-class Pmi(LauncherEnvironment):
-    """A process manager that speaks PMI, such as that of Cray systems."""
-
-    name = "PMI (PMI_RANK, PMI_SIZE)"
-    rank_names = ("PMI_RANK",)
-    size_names = ("PMI_SIZE",)
-    local_rank_names = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-    local_size_names = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-
-
-class Mpich(Pmi):
-    """Hydra, the mpiexec of MPICH and Intel MPI, which sets MPI_LOCALRANKID beside PMI's variables; srun does not.
-
-    Within a Slurm job Hydra starts its proxies by srun, so that its ranks have SLURM_PROCID of their proxy.
-    """
-
-    name = "MPICH or Intel MPI (PMI_RANK, MPI_LOCALRANKID)"
-    job_names = ("I_MPI_HYDRA_UUID",)  # MPICH does not number its jobs
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:  # noqa: D102  inherited
-        return "MPI_LOCALRANKID" in variables and super().detect(variables)
 
 
 class Slurm(LauncherEnvironment):
@@ -144,53 +97,6 @@ class Slurm(LauncherEnvironment):
         return nodes == "1" or super().is_on_one_host(size)
 
 
-class Pmix(LauncherEnvironment):
-    """PMIx's prterun and prun, which set no number of processes: GANGLINE_SIZE gives it.
-
-    A process that another PMIx program starts has no GANGLINE_SIZE and is not a rank.
-    """
-
-    name = "PMIx (PMIX_RANK, GANGLINE_SIZE)"
-    rank_names = ("PMIX_RANK",)
-    size_names = ("GANGLINE_SIZE",)
-    required_names = ("PMIX_RANK", "GANGLINE_SIZE")
-    job_names = ("PMIX_NAMESPACE",)
-
-
-class Pet(LauncherEnvironment):
-    """PET_* variables, by which Kubeflow Trainer configures torchrun; here the program was started without torchrun.
-
-    Each pod then runs one process.
-    """
-
-    name = "Kubeflow (PET_NODE_RANK, PET_NNODES)"
-    rank_names = node_rank_names = ("PET_NODE_RANK",)
-    size_names = ("PET_NNODES",)
-    required_names = ("PET_NODE_RANK",)
-    is_alone_on_host = True
-
-    def host(self) -> str | None:  # noqa: D102  inherited
-        return self.variables.get("PET_MASTER_ADDR")
-
-    def port(self) -> int | None:  # noqa: D102  inherited
-        name = "PET_MASTER_PORT"
-        return number(self.variables, name, 1, 65535) if self.variables.get(name) else None
-
-
-class SkyPilot(LauncherEnvironment):
-    """A SkyPilot task, whose command runs once on each node."""
-
-    name = "SkyPilot (SKYPILOT_NODE_RANK)"
-    rank_names = node_rank_names = ("SKYPILOT_NODE_RANK",)
-    size_names = ("SKYPILOT_NUM_NODES",)
-    is_alone_on_host = True
-    job_names = ("SKYPILOT_TASK_ID",)
-
-    def host(self) -> str | None:
-        """Return the first of SKYPILOT_NODE_IPS, which has one address a line."""
-        return next(iter(self.variables.get("SKYPILOT_NODE_IPS", "").split()), None)
-
-
 class Kubernetes(LauncherEnvironment):
     """An indexed Job of Kubernetes with a headless Service, one process a pod.
 
@@ -216,17 +122,72 @@ class Kubernetes(LauncherEnvironment):
         return _KUBERNETES_PORT
 
 
+Torchrun = _engine(  # or Ray Train, Kubeflow
+    "torchrun, gangline launch or by hand (RANK, WORLD_SIZE)",
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    node_rank="GROUP_RANK NODE_RANK",
+)
+_PMI = {
+    "size": "PMI_SIZE",
+    "local_rank": "MPI_LOCALRANKID PMI_LOCAL_RANK",
+    "local_size": "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
+}
+
 BY_HAND: tuple[type[LauncherEnvironment], ...] = (Torchrun, Dmlc)
 """Environments that may be set by hand: these come before all others."""
 ENGINES: tuple[type[LauncherEnvironment], ...] = (
-    OpenMpi,  # mpirun starts its daemons by srun, so its ranks have variables of Slurm
-    Mvapich,
-    Mpich,
+    _engine(  # mpirun starts its daemons by srun, so its ranks have variables of Slurm
+        "Open MPI (OMPI_COMM_WORLD_RANK)",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
+    ),
+    _engine(
+        "MVAPICH (MV2_COMM_WORLD_RANK)",
+        rank="MV2_COMM_WORLD_RANK MVP_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE MVP_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK MVP_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE MVP_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _engine(  # Hydra, which starts its proxies by srun in a job of Slurm; srun sets PMI's variables but MPI_LOCALRANKID
+        "MPICH or Intel MPI (PMI_RANK, MPI_LOCALRANKID)",
+        rank="PMI_RANK",
+        required="PMI_RANK MPI_LOCALRANKID",
+        job="I_MPI_HYDRA_UUID",  # MPICH does not number its jobs
+        **_PMI,
+    ),
     Slurm,
-    Pmi,  # srun sets PMI's variables too
-    Pmix,
-    Pet,  # the others number hosts: a launcher within a host comes before them
-    SkyPilot,
+    _engine("PMI (PMI_RANK, PMI_SIZE)", rank="PMI_RANK", **_PMI),  # such as the process manager of Cray systems
+    _engine(  # prterun and prun set no size; what another PMIx program starts has no GANGLINE_SIZE and is not a rank
+        "PMIx (PMIX_RANK, GANGLINE_SIZE)",
+        rank="PMIX_RANK",
+        size="GANGLINE_SIZE",
+        required="PMIX_RANK GANGLINE_SIZE",
+        job="PMIX_NAMESPACE",
+    ),
+    # The others number hosts: a launcher within a host comes before them.
+    _engine(  # Kubeflow Trainer configures torchrun by them; here the program was started without it, once in each pod
+        "Kubeflow (PET_NODE_RANK, PET_NNODES)",
+        rank="PET_NODE_RANK",
+        size="PET_NNODES",
+        node_rank="PET_NODE_RANK",
+        required="PET_NODE_RANK",
+        host="PET_MASTER_ADDR",
+        port="PET_MASTER_PORT",
+    ),
+    _engine(
+        "SkyPilot (SKYPILOT_NODE_RANK)",
+        rank="SKYPILOT_NODE_RANK",
+        size="SKYPILOT_NUM_NODES",
+        node_rank="SKYPILOT_NODE_RANK",
+        host="SKYPILOT_NODE_IPS",
+        job="SKYPILOT_TASK_ID",
+    ),
     Kubernetes,
 )
 """Environments of engines, the innermost first."""

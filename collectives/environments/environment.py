@@ -23,6 +23,8 @@ class LauncherEnvironment:
         local_size_names: variables with the number of the job's processes on this host.
         node_rank_names: variables with the number of this host in the job.
         required_names: variables that are all set in a rank of this launcher; none: a rank or a size is set.
+        host_names: variables whose first word is the address of rank 0.
+        port_names: variables with a free port of rank 0.
         job_names: variables with an id of the job, from which a port of rank 0 is derived.
         is_alone_on_host: True if the launcher starts one process on each host.
     """
@@ -34,6 +36,8 @@ class LauncherEnvironment:
     local_size_names: ClassVar[tuple[str, ...]] = ()
     node_rank_names: ClassVar[tuple[str, ...]] = ()
     required_names: ClassVar[tuple[str, ...]] = ()
+    host_names: ClassVar[tuple[str, ...]] = ()
+    port_names: ClassVar[tuple[str, ...]] = ()
     job_names: ClassVar[tuple[str, ...]] = ()
     is_alone_on_host: ClassVar[bool] = False
 
@@ -73,10 +77,12 @@ class LauncherEnvironment:
 
     def host(self) -> str | None:
         """Return the address of rank 0 if MASTER_ADDR does not name it; None if the launcher does not set it."""
-        return None
+        return next((word for name in self.host_names for word in self.variables.get(name, "").split()), None)
 
     def port(self) -> int | None:
         """Return a free port of rank 0 if MASTER_PORT does not name it; None if it cannot be derived."""
+        if (port := self._optional(self.port_names, 1, 65535)) is not None:
+            return port
         return port_from(next(filter(None, map(self.variables.get, self.job_names)), None))
 
     def is_on_one_host(self, size: int) -> bool:
@@ -86,15 +92,15 @@ class LauncherEnvironment:
     def _required(self, names: tuple[str, ...], least: int) -> int:
         name = next((name for name in names if name in self.variables), None)
         if name is None:
-            others = [f"{other} is" for other in (*self.rank_names, *self.size_names) if other in self.variables]
+            others = [f", but {other} is" for other in (*self.rank_names, *self.size_names) if other in self.variables]
             raise ValueError(
-                f"{' or '.join(names)} is not set, but {', '.join(others)}; expected both, as launchers set them"
+                f"{' or '.join(names)} is not set{''.join(others)}; expected a rank and a size, as launchers set them"
             )
         return number(self.variables, name, least)
 
-    def _optional(self, names: tuple[str, ...], least: int) -> int | None:
+    def _optional(self, names: tuple[str, ...], least: int, most: int | None = None) -> int | None:
         name = next((name for name in names if self.variables.get(name)), None)
-        return None if name is None else number(self.variables, name, least)
+        return None if name is None else number(self.variables, name, least, most)
 
 
 def number(variables: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from gangline.collectives.environments.restart import RUN_ID
+RUN_ID = "GANGLINE_RUN_ID"
+"""Variable with a name of the job that restarts do not change."""
 
 _STARTED_BY_ONE = ("TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 """Variables of launchers whose processes on a host have one parent."""

@@ -34,21 +34,13 @@ def register(environment: _AnyEnvironment) -> _AnyEnvironment:
     return environment
 
 
-def registered() -> Iterator[type[LauncherEnvironment]]:
-    """Yield the known environments in search order, the innermost launcher first.
+def find(variables: Mapping[str, str] = os.environ) -> LauncherEnvironment | None:
+    """Return the environment of the innermost launcher; None without a launcher.
 
     Raises:
         RuntimeError: if an entry point of the group ``gangline.environments`` cannot be imported.
         TypeError: if an entry point names no subclass of `LauncherEnvironment`.
     """
-    yield from BY_HAND
-    yield from reversed(_own)
-    yield from _of_entry_points()
-    yield from ENGINES
-
-
-def find(variables: Mapping[str, str] = os.environ) -> LauncherEnvironment | None:
-    """Return the environment of the innermost launcher; None without a launcher."""
     return next(_detected(variables), None)
 
 
@@ -80,7 +72,14 @@ def local_size(variables: Mapping[str, str] = os.environ) -> int:
 
 
 def _detected(variables: Mapping[str, str]) -> Iterator[LauncherEnvironment]:
-    return (kind(variables) for kind in registered() if kind.detect(variables))
+    return (kind(variables) for kind in _known() if kind.detect(variables))
+
+
+def _known() -> Iterator[type[LauncherEnvironment]]:
+    """Yield the known environments in search order, the innermost launcher first."""
+    yield from (*BY_HAND, *reversed(_own))
+    yield from _of_entry_points()
+    yield from ENGINES
 
 
 @cache

@@ -14,11 +14,21 @@ from pathlib import Path
 
 
 def this_process() -> list[str | int]:
-    """Return this process's identity: [boot id and namespaces of pids and times, pid, start time in ticks since boot].
+    """Return this process's identity (`identity_of`)."""
+    return identity_of(os.getpid())
 
-    A process sees the start time of another one shifted by the difference of their time namespaces.
+
+def identity_of(pid: int) -> list[str | int]:
+    """Return a process's identity: [boot id and namespaces of pids and times, pid, start time in ticks since boot].
+
+    A process sees the start time of another one shifted by the difference of their time namespaces. That of a dead one
+    is -1.
     """
-    return [_host(), os.getpid(), _state_and_start(os.getpid())[1]]
+    try:
+        start = _state_and_start(pid)[1]
+    except (FileNotFoundError, ProcessLookupError):
+        start = -1
+    return [_host(), pid, start]
 
 
 def state_of(process: list[str | int]) -> str:

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
+from gangline.collectives import hooks
 from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.compiled_core import CALLS_PER_POLL
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
 from gangline.collectives.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
 from gangline.collectives.liveness.membership import CLOSED, PROPOSALS, Membership
-from gangline.collectives.liveness.status_query import places_of_processes
 from gangline.collectives.liveness.status_socket import Wait
 
 _log = logging.getLogger("gangline")
@@ -161,7 +161,7 @@ class Watchdog:
         """Return the positions of the main threads of ranks on this host."""
         found = [self._membership.process_here(rank) for rank in ranks]
         processes = {process for process in found if process is not None}
-        return places_of_processes(processes) if processes else ""
+        return hooks.places(processes=processes) if processes else ""
 
     def _late_ranks(self) -> set[int]:
         """Return the ranks that have announced neither this call nor a later one."""

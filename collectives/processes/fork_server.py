@@ -1,9 +1,12 @@
 """Fork server: a process that has imported torch, which takes seconds, and forks ranks in milliseconds.
 
 It has no threads of its own, because the child of a process whose threads have computed may hang in its computations.
-Each `ProcessPool` has a control socket, by which it requests forks and receives notices. When that socket is closed, or
-the pool's program is gone for any reason, the server kills the pool's processes; when the server itself is killed, the
-kernel kills them. All sockets are inherited and unnamed, so nothing of them can stay behind.
+By a child's status pipe the server sends the process id and then the exit code; a message to the server, or the end of
+the pipe, kills the child. When the server's program is gone for any reason, the server kills all children and ends;
+when the server itself is killed, the kernel kills them. All sockets are inherited and unnamed, so none can stay behind.
+
+multiprocessing's fork server listens at a file in the temporary folder, whose name may be too long for a socket. When
+its program is killed, that file stays, and so does a child that is stopped.
 """
 
 from __future__ import annotations
@@ -11,30 +14,26 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import selectors
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from gangline.collectives.limits import PARENT_CHECK_SECONDS
 from gangline.collectives.processes.parent_death import die_with_parent
-
-NOTICE = struct.Struct("<?ii")
-"""Notice to the pool: True if a process ended, False if it started; its index in the pool; exit code or pid."""
 
 
 def serve(fd: int, parent: int, preload: list[str]) -> None:
     """Run the fork server of process ``parent``; does not return.
 
     Args:
-        fd: socket whose other end the parent holds.
+        fd: SOCK_SEQPACKET socket; a message from the parent requests a child, with the descriptors of the child's
+            status pipe, its pipe to the parent, and its standard output and error.
         parent: process id.
         preload: names of modules to import before the first fork.
     """
@@ -43,113 +42,62 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
         import_module(module)
     gc.collect()
     gc.freeze()  # collections in ranks would read all objects of these modules, and so copy their memory
-    server = _Server(socket.socket(fileno=fd), parent)
+    requests, server = socket.socket(fileno=fd), os.getpid()
+    deaths, wakeup = socket.socketpair()
+    for end in (deaths, wakeup):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the wakeup socket
+    signal.set_wakeup_fd(wakeup.fileno())
+    children: dict[Connection, int] = {}  # status pipe -> process id of a running child
+    killed: set[Connection] = set()
     try:
-        server.run()
+        # Checking the socket is not enough: a fork of the parent may hold its other end open.
+        while os.getppid() == parent:
+            for source in wait([requests, deaths, *(children.keys() - killed)], PARENT_CHECK_SECONDS):
+                if source is deaths:
+                    deaths.recv(4096)
+                    for status, pid in list(children.items()):
+                        ended, code = os.waitpid(pid, os.WNOHANG)
+                        if ended:
+                            del children[status]
+                            killed.discard(status)
+                            with status:
+                                _send(status, os.waitstatus_to_exitcode(code))
+                elif source is requests:
+                    message, fds, _, _ = socket.recv_fds(requests, 1, 4)
+                    if not message:
+                        return
+                    status = Connection(fds[0])
+                    pid = os.fork()
+                    if pid == 0:
+                        _run_child(server, [requests, deaths, wakeup, status, *children], *fds[1:])
+                    for child_fd in fds[1:]:
+                        os.close(child_fd)
+                    children[status] = pid
+                    _send(status, pid)
+                elif isinstance(source, Connection) and source in children:
+                    killed.add(source)
+                    os.kill(children[source], signal.SIGKILL)
     finally:
-        server.kill()
+        for pid in children.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         os._exit(0)
 
 
-class _Server:
-    """Forks processes on request, reports their ends, and kills those of closed pools."""
-
-    def __init__(self, requests: socket.socket, parent: int) -> None:
-        self._requests = requests
-        self._parent = parent
-        self._deaths, wakeup = socket.socketpair()
-        for end in (self._deaths, wakeup):
-            end.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        for source in (requests, self._deaths):
-            self._selector.register(source, selectors.EVENT_READ)
-        self._pools: dict[socket.socket, dict[int, int]] = {}  # control socket -> {pid: index} of running processes
-        self._sockets = [requests, self._deaths, wakeup]
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the wakeup socket
-        signal.set_wakeup_fd(wakeup.fileno())
-
-    def run(self) -> None:
-        # Checking the socket is not enough: a fork of the parent may hold its other end open.
-        while os.getppid() == self._parent:
-            for key, _ in self._selector.select(PARENT_CHECK_SECONDS):
-                if key.fileobj is self._deaths:
-                    self._deaths.recv(4096)
-                    self._reap()
-                elif key.fileobj is self._requests:
-                    message, fds, _, _ = socket.recv_fds(self._requests, 16, 1)
-                    if not message:
-                        return
-                    control = socket.socket(fileno=fds[0])
-                    self._pools[control] = {}
-                    self._selector.register(control, selectors.EVENT_READ)
-                else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._handle(key.fileobj)
-
-    def kill(self) -> None:
-        for pool in self._pools.values():
-            for pid in pool:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-    def _handle(self, control: socket.socket) -> None:
-        """Fork on a pool's request; kill its processes if the pool is closed."""
-        try:
-            message, fds, _, _ = socket.recv_fds(control, 16, 3)
-        except ConnectionResetError:
-            message, fds = b"", []
-        if message:
-            self._fork(control, int(message), fds)
-            return
-        self._selector.unregister(control)
-        for pid in self._pools[control]:
-            os.kill(pid, signal.SIGKILL)
-        self._close_if_empty(control)
-
-    def _fork(self, control: socket.socket, index: int, fds: list[int]) -> None:
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _run_child(server, self._close_in_child, *fds)
-        for fd in fds:
-            os.close(fd)
-        self._pools[control][pid] = index
-        _notify(control, False, index, pid)
-
-    def _close_in_child(self) -> None:
-        """Release the server's resources in a forked child."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._selector.close()
-        for one in [*self._sockets, *self._pools]:
-            one.close()
-
-    def _reap(self) -> None:
-        for control, pool in list(self._pools.items()):
-            for pid, index in list(pool.items()):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    del pool[pid]
-                    _notify(control, True, index, os.waitstatus_to_exitcode(status))
-            self._close_if_empty(control)
-
-    def _close_if_empty(self, control: socket.socket) -> None:
-        """Close a closed pool's socket once none of its processes is left; `ProcessPool.close` waits for that."""
-        if control not in self._selector.get_map() and not self._pools[control]:
-            del self._pools[control]
-            control.close()
+def _send(status: Connection, number: int) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # closed: the child is killed
+        status.send_bytes(str(number).encode())
 
 
-def _notify(control: socket.socket, ended: bool, index: int, value: int) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # the pool's program is gone; `_handle` kills the processes
-        control.send(NOTICE.pack(ended, index, value))
-
-
-def _run_child(server: int, close_server: Callable[[], None], pipe: int, output: int, errors: int) -> None:
-    """Run a pool's entry function in a forked child; does not return."""
+def _run_child(server: int, ends: Iterable[Connection | socket.socket], pipe: int, output: int, errors: int) -> None:
+    """Run a pool's entry function in a forked child, which closes the server's ``ends``; does not return."""
     code = 1
     try:
-        close_server()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in ends:
+            end.close()
         die_with_parent(server)
         for fd, standard in ((output, 1), (errors, 2)):
             os.dup2(fd, standard)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.spawn import get_executable
-
-from gangline.collectives.processes.fork_server import NOTICE
+from typing import NamedTuple
 
 PRELOAD: tuple[str, ...] = (
     "torch",
@@ -42,11 +41,13 @@ class ProcessPool:
     def __init__(self, entry: Callable[[Connection], None], count: int) -> None:
         self.connections: list[Connection] = []
         """This program's ends of the pipes."""
-        self._ended: dict[int, int | None] = {}  # index -> exit code, not yet returned by `wait`
-        self._running = set(range(count))
+        self._statuses: dict[int, Connection] = {}  # index -> status pipe; not of processes that `wait` has returned
         try:
-            self._start(count)
-        except OSError as error:
+            self._server = start()
+            for index in range(count):
+                self._request_child(index)
+            self.pids = tuple(int(status.recv_bytes()) for status in self._statuses.values())
+        except (EOFError, OSError) as error:
             self.close()
             raise RuntimeError(f"the fork server was killed or failed to start ({error}); see its output") from error
         except BaseException:
@@ -57,40 +58,11 @@ class ProcessPool:
             with suppress(OSError):  # the process was killed; `wait` returns its exit code
                 connection.send(task)
 
-    def _start(self, count: int) -> None:
-        while True:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            is_new_server = False
-            try:
-                with theirs:
-                    is_new_server = start()
-                    assert _server is not None
-                    socket.send_fds(_server[2], [b"pool"], [theirs.fileno()])
-                self.pids = self._fork(count)
-            except ConnectionError:  # the server is dead; if it was killed while idle, this is the first sign of it
-                if is_new_server:
-                    raise
-                self.close()
-                self.connections.clear()
-                self._ended.clear()
-                stop()
-            else:
-                return
-
-    def _fork(self, count: int) -> tuple[int, ...]:
-        for index in range(count):
-            ours, child = Pipe()
-            self.connections.append(ours)
-            with child:
-                socket.send_fds(self._control, [str(index).encode()], [child.fileno(), 1, 2])
-        pids: list[int] = []
-        while len(pids) < count:
-            ended, index, value = self._read_notice()
-            if ended:
-                self._ended[index] = value
-            else:
-                pids.append(value)
-        return tuple(pids)
+    def _request_child(self, index: int) -> None:
+        (connection, pipe), (self._statuses[index], status) = Pipe(), Pipe()
+        self.connections.append(connection)
+        with pipe, status:
+            socket.send_fds(self._server.requests, [b"fork"], [status.fileno(), pipe.fileno(), 1, 2])
 
     def wait(self, timeout: float | None = None) -> tuple[list[int], dict[int, int | None]]:
         """Wait until a process has sent a message or ended, or ``timeout`` seconds have passed.
@@ -100,29 +72,31 @@ class ProcessPool:
             that have ended since the last call (minus the signal's number; None if the server was killed).
         """
         still_open = {connection: index for index, connection in enumerate(self.connections) if not connection.closed}
-        control = [self._control] if self._running else []
-        ready = wait([*still_open, *control], 0.0 if self._ended else timeout)
-        if self._control in ready:
-            try:
-                _, index, code = self._read_notice()
-                self._ended[index] = code
-            except OSError:  # the server was killed, and its children by the kernel
-                self._ended |= dict.fromkeys(self._running)
-        ended, self._ended = self._ended, {}
-        self._running -= ended.keys()
+        ready = wait([*still_open, *self._statuses.values()], timeout)
+        ended: dict[int, int | None] = {}
+        for index in [index for index, status in self._statuses.items() if status in ready]:
+            with self._statuses.pop(index) as status:
+                try:
+                    ended[index] = int(status.recv_bytes())
+                except (EOFError, OSError):  # the server was killed, and its children by the kernel
+                    ended[index] = None
+                    self._server.process.wait()  # so that the next pool starts another server
         return [index for connection, index in still_open.items() if connection in ready], ended
 
     def close(self) -> None:
         """Kill all running processes and wait for their exit."""
         try:
-            with suppress(OSError):  # the server was killed
-                self._control.shutdown(socket.SHUT_WR)
-                while self._control.recv(NOTICE.size):
-                    pass
+            for status in self._statuses.values():
+                with suppress(OSError):  # it has ended already
+                    status.send_bytes(b"kill")
+            for status in self._statuses.values():
+                with suppress(EOFError, OSError):
+                    while True:
+                        status.recv_bytes()
         finally:
-            self._control.close()
-            for connection in self.connections:
+            for connection in (*self._statuses.values(), *self.connections):
                 connection.close()
+            self._statuses.clear()
 
     def __enter__(self) -> ProcessPool:
         return self
@@ -130,38 +104,32 @@ class ProcessPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_notice(self) -> tuple[bool, int, int]:
-        notice = self._control.recv(NOTICE.size)
-        if not notice:
-            raise ConnectionResetError("its socket is closed")
-        ended, index, value = NOTICE.unpack(notice)
-        return ended, index, value
+
+class _Server(NamedTuple):
+    parent: int
+    process: subprocess.Popen[bytes]
+    requests: socket.socket
 
 
 _lock = threading.Lock()
-_server: tuple[int, subprocess.Popen[bytes], socket.socket] | None = None  # pid of its parent, process, its socket
+_server: _Server | None = None
 
 
-def start() -> bool:
-    """Start the fork server unless it runs. Optional: otherwise the first pool starts it and waits for its imports.
-
-    Returns:
-        Whether it was started.
-    """
+def start() -> _Server:
+    """Start the fork server unless it runs. Optional: otherwise the first pool starts it and waits for its imports."""
     global _server
     with _lock:
-        if _server is not None and _server[0] == os.getpid() and _server[1].poll() is None:
-            return False
-        if _server is not None:
-            _server[2].close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                _server = os.getpid(), _start_process(theirs), ours
-        except BaseException:
-            ours.close()
-            raise
-        return True
+        if _server is None or _server.parent != os.getpid() or _server.process.poll() is not None:
+            if _server is not None:
+                _server.requests.close()
+            requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                with theirs:
+                    _server = _Server(os.getpid(), _start_process(theirs), requests)
+            except BaseException:
+                requests.close()
+                raise
+        return _server
 
 
 def _start_process(requests: socket.socket) -> subprocess.Popen[bytes]:
@@ -182,9 +150,9 @@ def stop() -> None:
     """Stop the fork server and kill the processes of all pools; the next pool starts another server."""
     global _server
     with _lock:
-        if _server is not None and _server[0] == os.getpid():
-            _server[2].close()
-            _server[1].wait()
+        if _server is not None and _server.parent == os.getpid():
+            _server.requests.close()
+            _server.process.wait()
         _server = None
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.spawn import prepare
@@ -19,6 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gangline.collectives import errors
+from gangline.collectives.bootstrap.store_all_gather import StoreAllGather
+from gangline.collectives.bootstrap.unix_store import RemoteStore
 
 importing_script = False
 """True while a rank imports its caller's script, which must not spawn ranks then."""
@@ -30,6 +31,10 @@ class RankTask(NamedTuple):
     rank: int
     size: int
     threads: int
+    processes: list[list[str | int]]
+    """Identity of each rank's process."""
+    timeout: float
+    """Seconds to wait for other ranks in the bootstrap exchange."""
     communicator: dict[str, Any]
     """Options of `open_communicator`."""
     preparation: dict[str, Any]
@@ -129,15 +134,24 @@ def run(connection: Connection) -> None:
     """Run one rank of `spawn`: the entry function of its `ProcessPool`.
 
     Args:
-        connection: pipe to the caller; carries the `RankTask`, bootstrap all-gathers and the result.
+        connection: pipe to the caller; carries the `RankTask`, requests to the caller's store and the result.
     """
     task: RankTask = connection.recv()
     torch.set_num_threads(task.threads)
     comm = None
+
+    def ask(*request: Any) -> Any:
+        connection.send(("ask", request))
+        return connection.recv()
+
     try:
         _import_script(task)
         opener, fn, args = unpack(connection.recv_bytes())
-        comm = opener(task.rank, task.size, partial(_exchange, connection), **task.communicator)
+        place = "the bootstrap exchange", "the program that called spawn"
+        all_gather = StoreAllGather(
+            RemoteStore(ask), task.rank, task.size, task.timeout, *place, processes=task.processes, deletes_keys=False
+        )
+        comm = opener(task.rank, task.size, all_gather, **task.communicator)
         returned = pack(fn(comm, *args))
         comm.close()
     except SystemExit:
@@ -159,15 +173,6 @@ def _import_script(task: RankTask) -> None:
         prepare({**task.preparation, "name": f"rank {task.rank}"})
     finally:
         importing_script = False
-
-
-def _exchange(connection: Connection, data: bytes) -> list[bytes]:
-    """All-gather bytes between the ranks through the caller: a `BootstrapAllGather`."""
-    connection.send(("exchange", data))
-    report, gathered = connection.recv()
-    if report is not None:
-        raise report.error()
-    return list(gathered)
 
 
 def _send(connection: Connection, kind: str, value: Any) -> None:

@@ -6,16 +6,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.spawn import get_preparation_data
 from typing import Any
 
 from gangline.collectives.bootstrap.rendezvous import time_limit
+from gangline.collectives.bootstrap.unix_store import LocalStore
 from gangline.collectives.communicator import open_communicator
-from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.errors import DeadNodeError
 from gangline.collectives.limits import SPAWN_CAUSE_SECONDS
+from gangline.collectives.liveness.process_state import identity_of
 from gangline.collectives.processes import rank_main
 from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.collectives.processes.rank_main import RankReport, RankTask
@@ -100,16 +102,18 @@ class Ranks:
             )
         packed = _pack(opener, fn, tuple(args))
         options = {"transport": transport or "auto", "timeout": timeout}
-        preparation = _preparation()
+        limit, preparation = time_limit(timeout), _preparation()
         self._size = nprocs
         self._outcomes: dict[int, Outcome] = {}
         self._ended: set[int] = set()
-        self._bootstrap = _BootstrapServer(nprocs, time_limit(timeout))
+        self._store = LocalStore()
+        """By which the ranks gather bytes before they are connected."""
         self._pool = ProcessPool(rank_main.run, nprocs)
         try:
+            processes = [identity_of(pid) for pid in self._pool.pids]
             for rank, connection in enumerate(self._pool.connections):
                 with suppress(BrokenPipeError, ConnectionResetError):  # was killed; its exit code is read later
-                    connection.send(RankTask(rank, nprocs, threads, options, preparation))
+                    connection.send(RankTask(rank, nprocs, threads, processes, limit, options, preparation))
                     connection.send_bytes(packed)
         except BaseException:
             self.close()
@@ -146,8 +150,7 @@ class Ranks:
 
     def _process_events(self, limit: float | None = None) -> bool:
         """Wait for messages and ends of ranks and process them; return False if there was none in ``limit`` seconds."""
-        waits = [seconds for seconds in (limit, self._bootstrap.seconds_left()) if seconds is not None]
-        readable, ended = self._pool.wait(min(waits, default=None))
+        readable, ended = self._pool.wait(limit)
         for rank in readable:
             self._receive(rank)
         self._ended |= ended.keys()
@@ -156,10 +159,6 @@ class Ranks:
                 pass
             if rank not in self._outcomes:
                 self._outcomes[rank] = Outcome(error=DeadNodeError(f"rank {rank} of {self._size} {_exit_text(code)}"))
-        causes = {rank for rank, outcome in self._outcomes.items() if not _may_follow(outcome)}
-        for rank, reply in self._bootstrap.replies(self._outcomes.keys(), causes):
-            with suppress(BrokenPipeError, ConnectionResetError):
-                self._pool.connections[rank].send(reply)
         return bool(readable or ended)
 
     def _receive(self, rank: int) -> bool:
@@ -172,8 +171,9 @@ class Ranks:
         except (EOFError, OSError):
             connection.close()
             return False
-        if kind == "exchange":
-            self._bootstrap.add(rank, value)
+        if kind == "ask":
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.send(self._store.answer(value))
         elif kind == "returned":
             self._outcomes[rank] = Outcome(value=rank_main.unpack(value))
         elif rank not in self._outcomes:  # the first error counts
@@ -202,54 +202,6 @@ class Ranks:
             error = self._outcomes[rank].error
             cause.add_note(f"rank {rank} failed too: {type(error).__name__}: {error}")
         return cause
-
-
-class _BootstrapServer:
-    """Caller's side of the ranks' `BootstrapAllGather`: gathers the bytes of a round and replies to all ranks."""
-
-    def __init__(self, size: int, timeout: float) -> None:
-        self._size = size
-        self._timeout = timeout
-        self._deadline: float | None = None
-        self._gathered: dict[int, bytes] = {}
-
-    def add(self, rank: int, data: bytes) -> None:
-        self._gathered[rank] = data
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._timeout
-
-    def seconds_left(self) -> float | None:
-        """Return the time until the round fails; None between rounds."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    def replies(self, ended: Set[int], causes: Set[int]) -> list[tuple[int, tuple[RankReport | None, list[bytes]]]]:
-        """Return the replies of a round that is complete or has failed, as (rank, (error, gathered)); else nothing.
-
-        Args:
-            ended: ranks that have returned or failed.
-            causes: ended ranks that did not fail because of another rank; if there are any, the error names only these.
-        """
-        if self._deadline is None:
-            return []
-        missing = set(range(self._size)) - self._gathered.keys()
-        lost = missing & ended
-        report: RankReport | None = None
-        if lost:
-            text = (
-                f"{name_ranks(lost & causes or lost)} of {self._size} ended before the bootstrap exchange of all ranks"
-            )
-            report = RankReport.of(DeadNodeError(text))
-        elif missing and self.seconds_left() == 0.0:
-            text = (
-                f"{name_ranks(missing)} of {self._size} did not reach the bootstrap exchange within {self._timeout:g} s"
-            )
-            report = RankReport.of(StallError(text))
-        elif missing:
-            return []
-        gathered = [self._gathered[rank] for rank in range(self._size)] if report is None else []
-        replies = [(rank, (report, gathered)) for rank in self._gathered]
-        self._gathered, self._deadline = {}, None
-        return replies
 
 
 def _may_follow(outcome: Outcome) -> bool:
@@ -287,22 +239,17 @@ def _pack(opener: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, .
         return rank_main.pack((opener, fn, args))
     except Exception as error:
         for index, value in enumerate((fn, *args)):
-            _check_picklable(index, value)
+            what = f"argument {index} of spawn, of type {type(value).__name__}, cannot be pickled"
+            if index == 0:
+                what = (
+                    f"the ranks cannot import {value!r}; spawn needs a function defined by `def` at the top level of a "
+                    "module"
+                )
+            try:
+                rank_main.pack(value)
+            except Exception as cause:
+                raise ValueError(f"{what}: {cause}") from cause
         raise ValueError(f"the function and arguments of spawn cannot be pickled: {error}") from error
-
-
-def _check_picklable(index: int, value: Any) -> None:
-    try:
-        rank_main.pack(value)
-    except Exception as error:
-        if index == 0:
-            raise ValueError(
-                f"the ranks cannot import {value!r}; spawn needs a function defined by `def` at the top level of a "
-                f"module ({error})"
-            ) from error
-        raise ValueError(
-            f"argument {index} of spawn, of type {type(value).__name__}, cannot be pickled: {error}"
-        ) from error
 
 
 def _program_is_file() -> bool:

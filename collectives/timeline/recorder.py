@@ -16,8 +16,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gangline.collectives.environments.job_name import job_name
-from gangline.collectives.environments.restart import RUN_ID
+from gangline.collectives.environments.job_name import RUN_ID, job_name
 from gangline.collectives.host_files import opener
 
 VARIABLE = "GANGLINE_TIMELINE"

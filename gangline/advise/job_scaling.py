@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from gangline.advise.scaling import Scaling, StepTimes, fitted_sizes, refined
 from gangline.advise.steps import Event, JobSteps, read_events, steps_of
-from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline.recorder import VARIABLE
+from gangline.usage_error import UsageError
 
 _CONTEXTS = ("--cpus", "--context")
 """Options of `gangline train` for its contexts: their number, and a list of them."""

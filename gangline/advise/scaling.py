@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _LEAST_GAIN = 1.05
 """Ratio of speeds from which more devices are advised."""

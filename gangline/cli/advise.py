@@ -15,7 +15,7 @@ from gangline.advise.advice import advise as advise_on
 from gangline.advise.job_scaling import run_with_timeline, scaling_of_job
 from gangline.advise.steps import read_events, steps_of
 from gangline.cli.training.options import TrainOptions
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 
 def advise(

@@ -11,9 +11,9 @@ import typer
 
 from gangline.cli.options import JsonFile, write_json
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
-from gangline.collectives.errors import UsageError
 from gangline.doctor.finding import Check, Finding, Status, finding_of, findings_of, run
 from gangline.doctor.this_host import CHECKS, HOST_STEPS, check_host
+from gangline.usage_error import UsageError
 
 _JOB = "job"
 

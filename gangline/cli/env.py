@@ -18,10 +18,10 @@ from gangline.cli.options import JsonFile, as_usage_errors, print_table, write_j
 from gangline.collectives import environments
 from gangline.collectives.bootstrap.launcher_environment import find_rank_info
 from gangline.collectives.environments.variables import unknown_variables
-from gangline.collectives.errors import UsageError
 from gangline.doctor.inventory import Device, device_table
 from gangline.doctor.this_host import check_host
 from gangline.launcher.binding import Host, bind
+from gangline.usage_error import UsageError
 
 _CORE = ("gangline", "torch", "numpy", "msgpack", "pyzmq", "safetensors", "torchmetrics")
 _CHECKS, _CHECK_SECONDS = ("shared-memory", "dev-shm", "cross-memory-attach", "limits"), 30.0

@@ -18,12 +18,11 @@ import typer
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
 from gangline.collectives.environments.job_key import JobKey
-from gangline.collectives.environments.restart import parse_bounds
-from gangline.collectives.errors import UsageError
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.addresses import interface_address, local_address, resolved
 from gangline.collectives.transports.unix_sockets import connect
-from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.restart_variables import parse_bounds
+from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher.binding import Host
 from gangline.launcher.engines.hostfile import HostEntry, loads_of_workers, parse_hosts, read_hostfile
 from gangline.launcher.engines.mpi import detect, mpi_table
@@ -35,6 +34,7 @@ from gangline.launcher.restarts import Outcome, run_with_restarts
 from gangline.launcher.supervisor import ERROR, Reports, StopTimeouts
 from gangline.launcher.topology import gpu_addresses, read_host
 from gangline.status.metrics import serve_metrics
+from gangline.usage_error import UsageError
 
 _host_option = partial(typer.Option, rich_help_panel="Hosts")
 _engine_option = partial(typer.Option, rich_help_panel="Engines")

@@ -27,7 +27,7 @@ from gangline.cli.training.mxnet_flags import TrainCommand
 from gangline.cli.training.options import TrainOptions
 from gangline.cli.training.predict import PredictOptions, predict
 from gangline.cli.training.train import train
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 app = typer.Typer(
     help="Train one PyTorch network on unequal devices and get the weights that one device would give.",

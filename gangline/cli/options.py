@@ -18,11 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gangline.collectives.errors import GanglineError, UsageError
+from gangline.collectives.errors import GanglineError
 from gangline.collectives.host_files import write_text
+from gangline.usage_error import UsageError
 
 if TYPE_CHECKING:
-    from gangline.collectives.context import Context
+    from gangline.kvstore.context import Context
 
 T = TypeVar("T")
 data_option = partial(typer.Option, rich_help_panel="Network and data")
@@ -61,7 +62,7 @@ class DeviceOptions:
             return self.context or "auto"
         if self.context is not None:
             raise UsageError(f"--context {self.context} and --cpus {self.cpus} are given; expected one of them")
-        from gangline.collectives.context import cpu
+        from gangline.kvstore.context import cpu
 
         return [cpu(index) for index in range(self.cpus)]
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from gangline.cli.options import JsonFile, numbers, print_table, write_json
-from gangline.collectives.errors import UsageError
 from gangline.models.balance.speed_model import shortest_step, step_seconds
+from gangline.usage_error import UsageError
 
 
 def plan(

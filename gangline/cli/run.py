@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 
 def run(

@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gangline.collectives.liveness.status_query import ProcessStatus, statuses
 from gangline.status.late import Late, late_processes, waits_of
 from gangline.status.metrics import serve_metrics
+from gangline.status.query import ProcessStatus, statuses
 
 _LEAST_WAIT = 0.1
 """Seconds from which a wait is shown: shorter ones are part of every step."""

@@ -20,7 +20,8 @@ from ray.train.torch import TorchConfig
 from ray.train.torch.config import _TorchBackend
 
 from gangline.collectives.environments.job_key import JobKey, open_descriptor
-from gangline.collectives.environments.restart import RESTART, RUN_ID
+from gangline.collectives.environments.job_name import RUN_ID
+from gangline.kvstore.restart_variables import RESTART
 from gangline.launcher.job import free_ports
 
 

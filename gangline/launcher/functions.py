@@ -18,7 +18,7 @@ from typing import IO, Any, Literal, TextIO
 
 from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
-from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher import function_process
 from gangline.launcher.function_process import (
     HAS_CLOUDPICKLE,
@@ -310,7 +310,7 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 def _check_gpus(gpus: Sequence[int]) -> None:
     if gpus:
-        from gangline.collectives.context import num_gpus  # imports torch, which takes seconds
+        from gangline.kvstore.context import num_gpus  # imports torch, which takes seconds
 
         missing = [gpu for gpu in gpus if not 0 <= gpu < num_gpus()]
         if missing:

@@ -15,8 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gangline.collectives.environments.restart import ELASTIC, INCARNATION, LEAVING, PROCESS_RESTARTS, RESTART, RUN_ID
+from gangline.collectives.environments.job_name import RUN_ID
 from gangline.collectives.transports import unix_sockets
+from gangline.kvstore.restart_variables import ELASTIC, INCARNATION, LEAVING, PROCESS_RESTARTS, RESTART
 from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Binding, Host, bind
 
 _log = logging.getLogger("gangline")

@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import IO
 
 from gangline.collectives.environments.job_key import JobKey, inherited_key
-from gangline.collectives.environments.restart import (
+from gangline.collectives.host_files import opener
+from gangline.collectives.processes.parent_death import die_with_parent
+from gangline.collectives.transports import unix_sockets
+from gangline.kvstore.restart_variables import (
     ENTERED,
     INCARNATION,
     KEPT_MEMORY,
@@ -32,9 +35,6 @@ from gangline.collectives.environments.restart import (
     LOST,
     RESTART,
 )
-from gangline.collectives.host_files import opener
-from gangline.collectives.processes.parent_death import die_with_parent
-from gangline.collectives.transports import unix_sockets
 from gangline.launcher.job import Process
 from gangline.launcher.output import Output, Stream, write_what_fits
 from gangline.launcher.process_tree import descendants, send, send_group, send_program

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from gangline.collectives.context import Context as Context
-from gangline.collectives.context import cpu as cpu
-from gangline.collectives.context import gpu as gpu
-from gangline.collectives.context import num_gpus as num_gpus
+from gangline.kvstore.context import Context as Context
+from gangline.kvstore.context import cpu as cpu
+from gangline.kvstore.context import gpu as gpu
+from gangline.kvstore.context import num_gpus as num_gpus
 from gangline.kvstore.registry import create as _create
 from gangline.models.loop.monitor import Monitor as _Monitor
 from gangline.mxnet import autograd as autograd

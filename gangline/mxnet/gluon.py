@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gangline.collectives.context import Context
+from gangline.kvstore.context import Context
 from gangline.kvstore.trainer import Trainer as _Trainer
 from gangline.models.initializer import initialise
 from gangline.mxnet import nd

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gangline.collectives.context import Context, cpu
+from gangline.kvstore.context import Context, cpu
 from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.models.module import Module as _Module

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gangline.collectives.context import Context, cpu
+from gangline.kvstore.context import Context, cpu
 from gangline.kvstore.optimizer import files
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gangline.collectives.liveness.status_query import ProcessStatus
 from gangline.collectives.liveness.status_socket import Wait
+from gangline.status.query import ProcessStatus
 
 
 @dataclass

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from gangline.collectives.errors import UsageError
-from gangline.collectives.liveness.status_query import statuses
 from gangline.status.late import late_processes
+from gangline.status.query import statuses
+from gangline.usage_error import UsageError
 
 _LABELS = ("job", "host", "process")
 

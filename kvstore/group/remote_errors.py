@@ -5,14 +5,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 
-from gangline.collectives.errors import (
-    DeadNodeError,
-    DiskFullError,
-    GanglineError,
-    MismatchError,
-    ProtocolError,
-    StallError,
-)
+from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
+from gangline.kvstore.errors import DiskFullError
 
 ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from gangline.collectives.errors import DiskFullError
 from gangline.collectives.host_files import opener
 from gangline.collectives.liveness.process_state import kernel_identity
+from gangline.kvstore.errors import DiskFullError
 from gangline.kvstore.group.serialization import bytes_of
 
 _HEADER, _CHECKSUM = "gangline", "gangline_checksum"

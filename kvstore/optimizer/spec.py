@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.errors import did_you_mean
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, check_thresholds
 
 Key = str | int

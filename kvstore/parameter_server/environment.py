@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gangline.collectives.environments.environment import number
-from gangline.collectives.environments.restart import ELASTIC
 from gangline.collectives.transports.addresses import local_address, meeting_address
+from gangline.kvstore.restart_variables import ELASTIC
 
 ROLES = ("scheduler", "server", "worker")
 

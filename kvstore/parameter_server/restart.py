@@ -10,10 +10,8 @@ from typing import Any
 
 import msgpack
 
-from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.errors import StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.workload import split_batch
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.pending import command
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -21,6 +19,8 @@ from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.environment import load_of
 from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.sharding import ShardPlacement
+from gangline.kvstore.restart_variables import KEPT_MEMORY
+from gangline.kvstore.workload import split_batch
 
 _log = logging.getLogger("gangline")
 _POLL_SECONDS = 0.02

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.timeline import recorder
-from gangline.collectives.timeline.torch_hooks import watch_torch
 from gangline.collectives.work import Work
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
 from gangline.kvstore.interface import KVStore
@@ -27,6 +26,7 @@ from gangline.kvstore.nan_check import checks_finite, not_finite
 from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
+from gangline.kvstore.torch_hooks import watch_torch
 
 _log = logging.getLogger("gangline")
 _grad, _layout = attrgetter("grad"), attrgetter("layout")

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from gangline.collectives.host_memory import keep_freed_memory
-from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.kvstore.replica_check import ReplicaCheck, check_interval
+from gangline.kvstore.workload import check_work_load_list
 from gangline.models.balance.global_order import (
     GlobalOrder,
     RankOrder,

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from gangline.collectives.workload import split_within
+from gangline.kvstore.workload import split_within
 from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
-from gangline.models.data.lengths import Costs, cost_of
+from gangline.models.data.lengths import cost_of, cut_by_cost, ranks_by_speed
 from gangline.models.elapsed_time import Measurements
 
 _log = logging.getLogger("gangline")
-_FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
 _ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
-_PRECISION = 0.005  # relative, of the time of a step
-_PARTS = 4096  # into which the cost of a global batch can be cut
+PARTS = 4096  # into which the cost of a global batch can be cut
 _USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
 _COMPARED = 32  # batches whose times show whether lengths explain them
 _CLEARLY = 1.25  # ratio of variations that is no chance
@@ -89,7 +84,7 @@ class RankBalance:
         self._rank, self._size, self._horizon = rank, len(loads), horizon
         self._device, self._by_cost = device, by_cost
         names = [f"rank {number}" for number in range(self._size)]
-        parts = _PARTS if by_cost else None
+        parts = PARTS if by_cost else None
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
         self._kept_caps = list(caps or [None] * self._size)  # the user's, or after an out-of-memory error
         self.caps = list(self._kept_caps)
@@ -225,7 +220,7 @@ class RankBalance:
             return
         both = zip(self._kept_caps, (int(row.limit) or None for row in rows), strict=True)
         self.caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
-        part = self._full / _PARTS if self._by_cost else 1.0
+        part = self._full / PARTS if self._by_cost else 1.0
         self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in self.caps]
         is_counted = batch > self._counted_from and any(row.cost for row in rows)
         if is_counted and self._speeds.record([row.cost for row in rows], [row.seconds for row in rows]):
@@ -316,88 +311,3 @@ def samples_that_fit(device: torch.device, samples: int) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     room = free + torch.cuda.memory_reserved(device) - peak
     return samples + max(0, int(_USED * room * samples / max(peak - fixed, 1)))
-
-
-def ranks_by_speed(speeds: Sequence[float], before: Sequence[int]) -> list[int]:
-    """Return the ranks, fastest first; ranks of similar speed stay as they were before.
-
-    Costs do not tell all: if long samples take more time than their cost says, the rank that has them seems slower. It
-    keeps them, so that its speed is that of its samples.
-    """
-    order = list(before)
-    for end in range(1, len(order)):
-        for place in range(end, 0, -1):
-            if speeds[order[place]] <= _FASTER * speeds[order[place - 1]]:
-                break
-            order[place - 1 : place + 1] = order[place], order[place - 1]
-    return order
-
-
-def cut_by_cost(
-    costs: Costs,
-    speeds: Sequence[float],
-    caps: Sequence[float | None] | None = None,
-    minimum: int = 1,
-    *,
-    padding: bool = True,
-) -> list[NDArray[np.int64]]:
-    """Cut samples into consecutive parts in descending order of cost, so that the slowest part finishes first.
-
-    A part's time is its cost over its speed; its cost with ``padding`` is its number of samples times its largest cost,
-    else the sum. For a given time the first part takes what fits, then the second one, and so on; the least time in
-    which all samples fit is found by bisection, to 0.5 %.
-
-    Args:
-        costs: cost of each sample.
-        speeds: relative speed of each part, above 0; the first part gets the largest costs.
-        caps: maximum cost of each part; None: no limit. Caps that cannot hold the samples are scaled up.
-        minimum: smallest number of samples in a part, if there are enough samples for all parts.
-        padding: True if a part is padded to its longest sample.
-
-    Returns:
-        The positions of each part's samples, ascending. With fewer samples than parts the last parts are empty.
-    """
-    samples, parts = len(costs), len(speeds)
-    if not costs.any():
-        costs = np.ones_like(costs)
-    order = np.argsort(-costs, kind="stable")
-    descending = costs[order].tolist()
-    sums = [0.0, *np.cumsum(costs[order]).tolist()]
-    able = min(parts, max(1, samples // minimum))
-    limits = [math.inf if cap is None else float(cap) for cap in (caps or [None] * parts)[:able]]
-    pairs = list(zip(speeds[:able], limits, strict=True))
-
-    def counts_within(seconds: float, scale: float) -> list[int] | None:
-        begin, counts, kept = 0, [], samples - minimum * able
-        for speed, cap in pairs:
-            kept += minimum  # left for this part, when the others have the minimum
-            most = kept - begin if able > 1 else samples
-            limit = min(seconds * speed, scale * cap)
-            if not padding:
-                count = bisect_right(sums, sums[begin] + limit, begin, begin + most + 1) - 1 - begin
-            elif descending[begin] * most <= limit:
-                count = most
-            else:
-                count = int(limit / descending[begin] * (1 + 1e-12))
-            if count < minimum and count < samples:
-                return None
-            counts.append(count)
-            begin += count
-        return counts if begin == samples else None
-
-    low = sums[-1] / sum(speeds[:able])
-    high, scale, counts = low, 1.0, None
-    while counts is None:
-        low, high = high, high * 1.5
-        counts = counts_within(high, scale)
-        if counts is None and counts_within(math.inf, scale) is None:
-            scale *= 1.1  # the caps cannot hold the samples
-    while high - low > _PRECISION * low:
-        middle = (low + high) / 2
-        if (found := counts_within(middle, scale)) is None:
-            low = middle
-        else:
-            counts, high = found, middle
-    ends = np.cumsum(counts)
-    cut = [np.sort(part) for part in np.split(order, ends[:-1])]
-    return cut + [order[:0]] * (parts - able)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gangline.collectives.workload import holding, split_within
+from gangline.kvstore.workload import holding, split_within
 
 WINDOW = 8
 """Measurements of each member that decide the split, and between two changes of it."""
@@ -238,7 +238,8 @@ class SpeedModel:
         shares = ", ".join(f"{name} {load:.3g}" for name, load in zip(self.names, self.loads, strict=True))
         is_equal = self._on_one_device and len(set(self.loads)) == 1
         stays = "; contexts on one device stay equal unless one is much slower" if is_equal else ""
-        logger.info("work_load_list auto: %s (%s samples/s)%s", shares, listed_rates(self.speeds()), stays)
+        unit = "samples" if self._parts is None else "units of length"
+        logger.info("work_load_list auto: %s (%s %s/s)%s", shares, listed_rates(self.speeds()), unit, stays)
 
 
 def listed_rates(rates: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gangline.models.balance.rank_balance import PARTS
 from gangline.models.balance.speed_model import TRIAL_BATCHES, SpeedModel
 from gangline.models.elapsed_time import ElapsedTime, Measurements
 from gangline.models.workers import Workers
@@ -44,39 +45,49 @@ class WorkerBalance:
         follow measured speeds; otherwise the current split.
         """
         self._workers, self._logger, self._best_split = workers, logger, best_split
-        names = [f"worker {rank}" for rank in range(workers.count)]
-        self._speeds = SpeedModel(names, logger if workers.is_first else _SILENT, minimum=workers.minimum)
-        self._measurements = Measurements()  # of this worker's replicas
-        self._unsent: deque[list[float]] = deque(maxlen=_MOST)  # samples and seconds of this worker in each batch
-        self._received: list[deque[list[float]]] = [deque(maxlen=_MOST) for _ in names]  # the same of all workers
         self._is_shared, self._reads_ahead, self._in_turn = True, 0, False
         self._trial_left: int | None = None
         self._computed = 0.0
         self.reports: list[WorkerReport] = []
         """Times of all workers in the last epoch, by rank; empty before its end."""
+        self._reset(by_cost=False)
+
+    def _reset(self, *, by_cost: bool) -> None:
+        """Measure anew, from equal loads; with ``by_cost`` these are of the samples' lengths, and no worker is idle."""
+        names, self._by_cost = [f"worker {rank}" for rank in range(self._workers.count)], by_cost
+        logger = self._logger if self._workers.is_first else _SILENT
+        minimum, parts = (1, PARTS) if by_cost else (self._workers.minimum, None)
+        self._speeds = SpeedModel(names, logger, minimum=minimum, may_idle=not by_cost, parts=parts)
+        self._measurements = Measurements()  # of this worker's replicas
+        self._unsent: deque[list[float]] = deque(maxlen=_MOST)  # cost and seconds of this worker in each batch
+        self._received: list[deque[list[float]]] = [deque(maxlen=_MOST) for _ in names]  # the same of all workers
 
     def record(self, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
         """Record samples and compute time of each replica in a batch. All workers record each batch."""
+        cost, self._workers.share_cost = self._workers.share_cost, None
         if self._workers.count > 1:
             self._in_turn = in_turn
-            self._measurements.add(samples, times)
+            of_sample = 1 if cost is None else cost / max(sum(samples), 1)  # replicas share one padded batch
+            self._measurements.add([count * of_sample for count in samples], times)
             self._measure()
             if self._trial_left is not None:
                 self._trial_left -= 1
 
     def _measure(self, *, wait: bool = False) -> None:
         """Take the times of the batches that are complete; with ``wait``, of all batches."""
-        for samples, seconds in self._measurements.take(wait=wait):
-            measured = [(count, took) for count, took in zip(samples, seconds, strict=True) if count and took]
+        for costs, seconds in self._measurements.take(wait=wait):
+            measured = [(cost, took) for cost, took in zip(costs, seconds, strict=True) if cost and took]
             times = [took for _, took in measured]
             together = sum(times) if self._in_turn else max(times, default=0.0)
             self._computed += together
             if self._best_split and measured and not self._in_turn:
-                together = sum(samples) / sum(count / took for count, took in measured)
-            self._unsent.append([sum(samples), together])
+                together = sum(costs) / sum(cost / took for cost, took in measured)
+            self._unsent.append([sum(costs), together])
 
-    def begin_fit(self, *, is_shared: bool, reads_ahead: int) -> None:
+    def begin_fit(self, *, is_shared: bool, reads_ahead: int, by_cost: bool) -> None:
         """Prepare for a run of `fit`; ``reads_ahead`` is the number of batches that a worker may read early."""
+        if by_cost != self._by_cost:
+            self._reset(by_cost=by_cost)
         self._is_shared, self._reads_ahead = is_shared, reads_ahead
         self._computed = 0.0
         if self._workers.is_auto and not is_shared and self._workers.is_first:
@@ -113,8 +124,8 @@ class WorkerBalance:
             received.extend(message)
         changed = False
         while all(self._received):
-            samples, seconds = zip(*(received.popleft() for received in self._received), strict=True)
-            changed |= self._speeds.record(samples, seconds)
+            costs, seconds = zip(*(received.popleft() for received in self._received), strict=True)
+            changed |= self._speeds.record(costs, seconds)
         if changed:
             self._workers.set_loads(self._speeds.loads, batch + self._reads_ahead)
 

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 _PRELOAD = ["torch.utils.data", "PIL.Image", "gangline.models.data.reader", "gangline.models.data.images.folder"]
 _PREFETCHED = 2
 """Number of batches that each process prefetches; torch's default."""
+
+
+Collate = Callable[[list[Any]], Any]
 
 
 class Unreadable(NamedTuple):
@@ -47,12 +50,12 @@ class Reader:
       training and for validation, can be in different epochs at the same time.
     - ``note_unreadable(files)``: called in this process with the `Unreadable` items of each batch; may raise.
 
-    With ``pin`` the batches are in pinned memory.
+    With ``pin`` the batches are in pinned memory. ``collate`` joins the items of a batch; None: torch's default.
     """
 
-    def __init__(self, dataset: Any, *, pin: bool = False) -> None:
+    def __init__(self, dataset: Any, *, pin: bool = False, collate: Collate | None = None) -> None:
         self._base, self._pin = base_dataset(dataset), pin
-        self._dataset = _Batches(dataset)
+        self._dataset = _Batches(dataset, collate)
         self._num_workers: int = getattr(self._base, "num_workers", 0)
         self.reads_ahead = _PREFETCHED * self._num_workers
         """Maximum number of batches that `read` prefetches."""
@@ -126,8 +129,8 @@ class _Batches(Dataset[Any]):
     Errors are returned, because the DataLoader would replace their text by a worker's traceback.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self._dataset, self._collate = dataset, collate
 
     def __getitems__(self, epoch_and_indices: list[int]) -> _Batch | Exception:
         epoch, *indices = epoch_and_indices
@@ -137,30 +140,33 @@ class _Batches(Dataset[Any]):
         if not hasattr(base_dataset(dataset), "items_of_epoch"):
             several = callable(getattr(dataset, "__getitems__", None))
             items = list(dataset.__getitems__(indices)) if several else [dataset[index] for index in indices]
-            return _collated(items, indices)
+            return _collated(items, indices, self._collate)
         while type(dataset) is Subset:
             indices = [dataset.indices[index] for index in indices]
             dataset = dataset.dataset
         try:
-            return _collated(list(dataset.items_of_epoch(indices, epoch)), indices)
+            return _collated(list(dataset.items_of_epoch(indices, epoch)), indices, self._collate)
         except (ValueError, RuntimeError) as error:
             return error
 
 
-def _collated(items: list[Any], indices: Sequence[int]) -> _Batch | Exception:
+def _collated(items: list[Any], indices: Sequence[int], collate: Collate | None) -> _Batch | Exception:
     readable = [item for item in items if not isinstance(item, Unreadable)]
     unreadable = [item for item in items if isinstance(item, Unreadable)]
     try:
         with torch.device("cpu"):  # of labels that are numbers
-            return _Batch(default_collate(readable) if readable else None, unreadable)
+            return _Batch((collate or default_collate)(readable) if readable else None, unreadable)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         kinds = [_kind(item) for item in items]
         other = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None)
-        if len(items) != len(indices) or (other is None and items[0] is not None):
+        if collate is not None or len(items) != len(indices) or (other is None and items[0] is not None):
             return error
         number = other or 0
         but = f", but sample {indices[0]} is {kinds[0]}" if number else ""
-        wrong = ValueError(f"sample {indices[number]} of the dataset is {kinds[number]}{but}; expected samples alike")
+        wrong = ValueError(
+            f"sample {indices[number]} of the dataset is {kinds[number]}{but}; expected samples alike, or a collate_fn "
+            "that pads them"
+        )
         wrong.__cause__ = error
         return wrong
 

@@ -7,19 +7,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.kvstore import KVStore
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
+from gangline.models.data.lengths import Costs, Lengths, cut_by_cost, ranks_by_speed
 from gangline.models.data.loaders import copy_loader
-from gangline.models.data.reader import Reader, base_dataset
+from gangline.models.data.reader import Collate, Reader, base_dataset
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
@@ -97,7 +99,7 @@ class Source(abc.ABC):
         """Return the data index of one of the ``samples`` in a worker's share of a batch; None if unknown."""
         if self.order is None:
             return None
-        indices = next(self.order.shares(epoch, batch, workers))
+        indices, _ = next(self.order.shares(epoch, batch, workers))
         return int(indices[sample]) if len(indices) == samples else None  # else some samples could not be read
 
     def num_batches(self) -> int | None:
@@ -117,20 +119,32 @@ def source(
     what: str = "train_data",
     labels: bool = True,
     pin: bool = False,
+    lengths: Any = None,
+    padding: bool = True,
+    collate: Collate | None = None,
 ) -> Source:
     """Return a source for data of `Module.fit`; without ``labels`` also for arrays of data alone.
 
     Permutations depend on (seed, epoch). With ``pin`` batches of arrays and Datasets are in pinned memory, for a GPU.
-    ``what`` names the data in messages.
+    ``what`` names the data in messages. ``lengths``, ``padding`` and ``collate`` are for Datasets.
     """
+    is_map_style = _is_map_style(data, batch_size)
+    for name, value in {"lengths": lengths, "collate_fn": collate}.items():
+        if value is not None and not is_map_style:
+            kind = "holds arrays, whose rows are alike" if isinstance(data, tuple) else "has batches already"
+            raise ValueError(f"{name} is given, but {what} {kind}; expected a Dataset and its batch_size, or no {name}")
     if isinstance(data, tuple) or (not labels and isinstance(data, (torch.Tensor, np.ndarray, dict))):
         arrays = data if isinstance(data, tuple) else (data, None)
         if len(arrays) != 2:
             raise ValueError(f"{what} is a tuple of {len(arrays)}; expected (data, labels)")
         pair = as_batch(arrays[0], f"{what}[0]"), None if arrays[1] is None else as_batch(arrays[1], f"{what}[1]")
         return _Arrays(*pair, _checked_batch_size(batch_size, what), shuffle, seed, what, pin=pin)
-    if _is_map_style(data, batch_size):
-        return _Samples(data, _checked_batch_size(batch_size, what), shuffle, seed, pin=pin)
+    if is_map_style:
+        size = _checked_batch_size(batch_size, what)
+        if not len(data):
+            raise ValueError("the dataset has no samples; expected at least one")
+        checked = None if lengths is None else Lengths(lengths, len(data), padding=padding)
+        return _Samples(Reader(data, pin=pin, collate=collate), BatchOrder(len(data), size, shuffle, seed, checked))
     if isinstance(data, (torch.Tensor, np.ndarray, dict, str)) or not isinstance(data, Iterable):
         raise TypeError(
             f"{what} is a {type(data).__name__}; expected (data, labels), a Dataset, a DataLoader, "
@@ -151,7 +165,7 @@ def _is_map_style(data: Any, batch_size: int | None) -> bool:
     """Return whether data are samples by index: a torch Dataset, or with a batch size one of Hugging Face."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
-    if batch_size is None or isinstance(data, (torch.Tensor, np.ndarray, dict, str, list, DataLoader)):
+    if batch_size is None or isinstance(data, (torch.Tensor, np.ndarray, dict, str, list, tuple, DataLoader)):
         return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
@@ -170,6 +184,8 @@ class BatchOrder:
     batch_size: int
     shuffle: bool
     seed: int
+    lengths: Lengths | None = None
+    """Costs of the samples, by which batches are cut into shares; None: by the number of samples."""
 
     def __call__(self, epoch: int) -> list[torch.Tensor]:
         """Return the batches of an epoch."""
@@ -182,15 +198,30 @@ class BatchOrder:
 
     def plan(self) -> dict[str, Any]:
         """Return the settings that must be equal to resume a run within an epoch."""
-        return asdict(self) | {"seed": self.seed if self.shuffle else None}
+        plan = {**vars(self), "seed": self.seed if self.shuffle else None}
+        lengths = plan.pop("lengths")
+        return plan if lengths is None else {**plan, "lengths": lengths.checksum, "padding": lengths.padding}
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
-    def shares(self, epoch: int, skip: int, workers: Workers) -> Iterator[torch.Tensor]:
-        """Yield one worker's indices of each batch after the first ``skip``, by the current loads."""
+    def shares(self, epoch: int, skip: int, workers: Workers) -> Iterator[tuple[torch.Tensor, float | None]]:
+        """Yield one worker's indices of each batch after the first ``skip``, by the current loads, and their cost."""
         for number, indices in islice(enumerate(self(epoch)), skip, None):
-            yield indices[workers.share(len(indices), number)]
+            if self.lengths is None:
+                yield indices[workers.share(len(indices), number)], None
+                continue
+            costs = self.lengths.of(indices.tolist())
+            part = _part_of(workers, number, costs, padding=self.lengths.padding)
+            yield indices[part], self.lengths.cost(costs[part])
+
+
+def _part_of(workers: Workers, batch: int, costs: Costs, *, padding: bool) -> NDArray[np.int64]:
+    """Return the positions of a worker's part of a batch of these costs, by cost over load; none without a load."""
+    loads = workers.loads_of(batch)
+    ranks = [rank for rank in ranks_by_speed(loads, range(workers.count)) if loads[rank]]
+    parts = cut_by_cost(costs, [loads[rank] for rank in ranks], minimum=workers.minimum, padding=padding)
+    return dict(zip(ranks, parts, strict=True)).get(workers.rank, np.empty(0, np.int64))
 
 
 class _Ordered(Source):
@@ -208,7 +239,19 @@ class _Ordered(Source):
         skipped()  # skipping draws no random numbers
         if isinstance(workers, ElasticWorkers):
             return self._parts_of_steps(workers, epoch, skip)
-        return self._items(self.order.shares(epoch, skip, workers), epoch)
+        return self._shares(workers, epoch, skip)
+
+    def _shares(self, workers: Workers, epoch: int, skip: int) -> Iterator[Item | None]:
+        costs: deque[float | None] = deque()  # of shares that are read ahead
+
+        def indices() -> Iterator[torch.Tensor]:
+            for share, cost in self.order.shares(epoch, skip, workers):
+                costs.append(cost)
+                yield share
+
+        for item in self._items(indices(), epoch):
+            workers.share_cost = costs.popleft()
+            yield item
 
     def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
         """Yield this worker's share of each step's batch until it leaves the job.
@@ -276,12 +319,8 @@ class _Arrays(_Ordered):
 class _Samples(_Ordered):
     """A map-style Dataset, read by its ``num_workers`` processes, if any."""
 
-    def __init__(self, dataset: Any, batch_size: int, shuffle: bool, seed: int, *, pin: bool) -> None:
-        if not len(dataset):
-            raise ValueError("the dataset has no samples; expected at least one")
-        self._reader = Reader(dataset, pin=pin)
-        self.reads_ahead = self._reader.reads_ahead
-        self.order = BatchOrder(len(dataset), batch_size, shuffle, seed)
+    def __init__(self, reader: Reader, order: BatchOrder) -> None:
+        self._reader, self.order, self.reads_ahead = reader, order, reader.reads_ahead
 
     def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:
         for item in self._reader.read((indices.tolist() for indices in batches), epoch):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from gangline.collectives.context import Context
+from gangline.kvstore.context import Context
 from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.elapsed_time import Measurements
 

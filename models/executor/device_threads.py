@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gangline.collectives.context import Context
+from gangline.kvstore.context import Context
 from gangline.models.batchnorm.sync_batchnorm import Aborted
 
 Result = TypeVar("Result")

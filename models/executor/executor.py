@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from gangline.collectives.context import Context
-from gangline.collectives.host_memory import keep_freed_memory
+from gangline.kvstore.context import Context
+from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.models.batchnorm.distributed_batchnorm import Direction
 from gangline.models.batchnorm.sync_batchnorm import JointBatchNorm, ThreadBarrier
 from gangline.models.data.batches import Batch, call_network, evaluating, map_tensors, move, take, tensors_of

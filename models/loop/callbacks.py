@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gangline.collectives.errors import DiskFullError
+from gangline.kvstore.errors import DiskFullError
 from gangline.models.arguments import check_int, check_number
 from gangline.models.checkpoint.checkpoint import BEST, epochs, remove_older
 from gangline.models.metrics.metric import EvalMetric, reported_name

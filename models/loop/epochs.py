@@ -23,6 +23,7 @@ from gangline.kvstore.replica_check import check_interval, compare_weights, numb
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import num_samples
+from gangline.models.data.reader import Collate
 from gangline.models.data.sources import Source
 from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
 from gangline.models.loop.evaluation import score
@@ -63,6 +64,9 @@ class FitOptions:
 
     num_epoch: int
     batch_size: int | None
+    lengths: Any
+    padding: bool
+    collate_fn: Collate | None
     shuffle: bool
     seed: int
     begin_epoch: int

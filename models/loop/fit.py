@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gangline.collectives.environments.restart import restart_number, run_id
 from gangline.collectives.errors import DeadNodeError
 from gangline.kvstore.optimizer.spec import OptimizerSpec
+from gangline.kvstore.restart_variables import restart_number, run_id
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.checkpoint import BEST, orphaned_weights, writing
@@ -94,10 +94,21 @@ def _sources(train_data: Any, eval_data: Any, options: FitOptions, *, pin: bool)
     needs_size = not has_batches(train_data), not has_batches(eval_data)
     size = options.batch_size
     train_size = size if needs_size[0] or not needs_size[1] else None
-    train = source(train_data, train_size, shuffle=options.shuffle, seed=options.seed, pin=pin)
+    train = source(
+        train_data,
+        train_size,
+        shuffle=options.shuffle,
+        seed=options.seed,
+        pin=pin,
+        lengths=options.lengths,
+        padding=options.padding,
+        collate=options.collate_fn,
+    )
     if eval_data is None:
         return train, None
-    return train, source(eval_data, size if needs_size[1] else None, shuffle=False, seed=0, what="eval_data")
+    eval_size = size if needs_size[1] else None
+    collate = options.collate_fn if needs_size[1] and not isinstance(eval_data, tuple) else None
+    return train, source(eval_data, eval_size, shuffle=False, seed=0, what="eval_data", collate=collate)
 
 
 def _initialize(module: Module, train: Source, options: FitOptions) -> None:
@@ -181,7 +192,13 @@ def _run(
         )
     if module.workers.stop is not None:
         return module.workers.stop
-    module.worker_balance.begin_fit(is_shared=train.is_shared, reads_ahead=reads_ahead)
+    by_cost = options.lengths is not None
+    if by_cost and module.workers.count > 1 and module.bound.dropout_by_sample:
+        raise ValueError(
+            "lengths is given, but random='sample' draws the masks of dropout by a sample's place in the batch, which "
+            "then depends on the loads; expected random='context', or no lengths"
+        )
+    module.worker_balance.begin_fit(is_shared=train.is_shared, reads_ahead=reads_ahead, by_cost=by_cost)
     begin_epoch, skip = options.begin_epoch, 0
     began = _begin_elastic(elastic, module, per_epoch, saved, options.begin_epoch) if elastic is not None else None
     if elastic is not None and elastic.store.has_joined:
@@ -214,6 +231,7 @@ def _check_elastic(module: Module, train: Source, options: FitOptions) -> None:
     """Check that joining and leaving workers do not change the weights."""
     refused = {
         "train_data with batches of each worker's own": (not train.is_shared, "give arrays or a Dataset"),
+        "lengths": (options.lengths is not None, "leave it out"),
         f"accumulate={options.accumulate}": (options.accumulate > 1, "raise batch_size instead"),
         "sync_batchnorm=True": (module.bound.sync_batchnorm, "use a normalization over features"),
         "autocast=torch.float16": (module.loss_scale is not None, "use torch.bfloat16"),
@@ -421,6 +439,6 @@ def _resumed_position(module: Module, train: Source, saved: checkpoint.Checkpoin
     if position.batch and train.plan() != position.plan:
         raise ValueError(
             f"the checkpoint was saved in the middle of an epoch read by {position.plan}, but this run reads by "
-            f"{train.plan()}; give the same data, batch_size, shuffle and seed"
+            f"{train.plan()}; give the same data, batch_size, shuffle, seed and lengths"
         )
     return position.epoch, position.batch

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.errors import did_you_mean
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.models.arguments import check_int, check_number
 from gangline.models.metrics.metric import reported_name

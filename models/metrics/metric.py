@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.errors import did_you_mean
 from gangline.models.arguments import check_int
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gangline.collectives.context import Context, Device
-from gangline.collectives.context import contexts as contexts_of
-from gangline.collectives.workload import split_batch
+from gangline.kvstore.context import Context, Device
+from gangline.kvstore.context import contexts as contexts_of
+from gangline.kvstore.workload import split_batch
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import (
     Batch,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.errors import did_you_mean
 from gangline.models import import_by_name
 from gangline.models.checkpoint.checkpoint import load_weights
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from gangline.collectives.errors import did_you_mean
+from gangline.kvstore.errors import did_you_mean
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.models.arguments import check_int, check_number
 from gangline.models.checkpoint.checkpoint import load_weights, read_weights

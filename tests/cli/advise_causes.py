@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gangline.collectives.liveness.status_query import statuses
 from gangline.launcher.job import free_ports
+from gangline.status.query import statuses
 from tests.hosts import Hosts
 from tests.programs import ROOT, environment, python, torchrun
 

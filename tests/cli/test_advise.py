@@ -18,7 +18,7 @@ from gangline.advise.job_scaling import BATCH_SIZES, PROCESSES, _replaced, _valu
 from gangline.advise.scaling import Scaling, StepTimes, fitted_sizes, refined
 from gangline.advise.steps import COLUMNS, JobSteps, ProcessSteps, Step
 from gangline.cli.main import app
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 from tests.cli.advise_causes import CAUSES, SMALL
 from tests.programs import python, torchrun
 

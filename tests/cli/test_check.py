@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 from tests.collectives.firewall import drop_tcp
 from tests.hosts import Hosts, obstacle
 

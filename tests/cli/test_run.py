@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 from tests.programs import python, torchrun
 
 SCRIPT = """\
@@ -82,7 +82,7 @@ def test_a_missing_script_is_named() -> None:
 INSTALLED = """\
 import sys
 import torch.distributed as dist
-assert "gangline.collectives" not in sys.modules
+assert "gangline.collectives.torch_backend" not in sys.modules
 dist.init_process_group("gangline", rank=0, world_size=1, store=dist.HashStore())
 print(type(dist.distributed_c10d._world.default_pg).__name__)
 """

@@ -19,11 +19,12 @@ import pytest
 from typer.testing import CliRunner
 
 from gangline.cli.main import app
-from gangline.collectives.errors import UsageError
-from gangline.collectives.liveness import status_query, status_socket
-from gangline.collectives.liveness.status_query import ProcessStatus, statuses
+from gangline.collectives.liveness import status_socket
+from gangline.status import query
 from gangline.status.late import late_processes
 from gangline.status.metrics import serve_metrics
+from gangline.status.query import ProcessStatus, statuses
+from gangline.usage_error import UsageError
 from tests.programs import ROOT, environment, torchrun
 
 pytestmark = pytest.mark.timeout(120)
@@ -142,7 +143,7 @@ def test_processes_of_other_users_get_no_answer(monkeypatch: pytest.MonkeyPatch,
     until = tmp_path / "until"
     with job("ranks", until):
         late(str(until), is_in_wait)
-        names = [one for one in status_query._sockets() if "rank_0" in one]
+        names = [one for one in query._sockets() if "rank_0" in one]
         program = (
             "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
             "s.connect('\\0' + sys.argv[1]); print(s.recv(100))"
@@ -230,13 +231,13 @@ class _Waiting:
 def test_another_users_names_neither_end_the_table_nor_fill_it_nor_the_log(caplog: pytest.LogCaptureFixture) -> None:
     own = _Waiting()
     status_socket.publish(own, "worker 7")
-    (name,) = (one for one in status_query._sockets() if status_query._process_of(one) == os.getpid())
+    (name,) = (one for one in query._sockets() if query._process_of(one) == os.getpid())
     names = [f"{status_socket.PREFIX}{os.getpid()}-{word}-a" for word in ("[/x]", "full")]
     command = [sys.executable, "-IS", "-c", STRANGER, *names, name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
         assert stranger.stdout is not None
         assert stranger.stdout.readline() == "ready\n"
-        assert set(names) < set(status_query._sockets())
+        assert set(names) < set(query._sockets())
         table = status()
         found = [one for one in json.loads(status("--json"))["processes"] if one["process"] == os.getpid()]
         stranger.communicate()

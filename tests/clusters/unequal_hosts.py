@@ -26,8 +26,8 @@ from gangline.bench.report.output import check_outputs, publish
 from gangline.bench.report.rows import Row, spread
 from gangline.bench.unequal.slow_process import QuotaProcess, can_set_quota
 from gangline.bench.workload.options import Json, Runs
-from gangline.collectives.errors import UsageError
-from gangline.collectives.workload import split_batch
+from gangline.kvstore.workload import split_batch
+from gangline.usage_error import UsageError
 from tests.clusters import sshd
 
 _SLOTS = (1, 2)  # of the hosts

@@ -514,26 +514,12 @@ class NcclCalls:
         group, self._group = self._group, None
         return group
 
-    def all_reduce(self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._call("all_reduce", position, source, target, count, dtype, op, 0, stream)
-
-    def reduce(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        self._call("reduce", position, source, target, count, dtype, op, root, stream)
-
-    def broadcast(
-        self, position: int, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        self._call("broadcast", position, source, target, count, dtype, 0, root, stream)
-
-    def all_gather(self, position: int, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._call("all_gather", position, source, target, count, dtype, 0, 0, stream)
-
-    def reduce_scatter(
-        self, position: int, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        self._call("reduce_scatter", position, source, target, count, dtype, op, 0, stream)
+    def call(self, name: str, position: int, *arguments: int) -> None:
+        source, target, count, dtype, *options, stream = arguments
+        op = options.pop(0) if "reduce" in name else 0
+        root = options.pop() if name in ("reduce", "broadcast") else 0
+        assert not options
+        self._call(name, position, source, target, count, dtype, op, root, stream)
 
     def _call(self, name: str, *arguments: int) -> None:
         raise NotImplementedError

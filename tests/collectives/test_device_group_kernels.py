@@ -6,20 +6,26 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gangline import gpu, num_gpus
 from gangline.collectives.call_signature import DTYPES, OPS
-from gangline.collectives.devices.backends import kernels, peers
-from gangline.collectives.devices.backends.peer_to_peer import Launch, PeerToPeer, moves, one_shot, two_shot
+from gangline.collectives.devices.backends import kernels, peer_to_peer, peers
+from gangline.collectives.devices.backends.base import in_slices
+from gangline.collectives.devices.backends.peer_to_peer import Launch, PeerToPeer, moves, one_shot
 from gangline.collectives.devices.device_group import DeviceGroup
 from gangline.collectives.engine import reduction
+from tests.collectives.simulated_gpus import at, on_simulated_gpu, simulated_gpus
 
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 REAL = [dtype for dtype in DTYPES if not dtype.is_complex]  # complex numbers move by torch's copies
@@ -187,10 +193,10 @@ def spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("positions", [2, 3, 4])
 def test_two_shot_combines_each_element_once_and_writes_it_everywhere(run: Run, positions: int, count: int) -> None:
     tensors = [torch.arange(count, dtype=torch.float32) * 7 + position for position in range(positions)]
-    launches = two_shot(tensors, range(positions))
+    launches = moves(in_slices(tensors, range(positions), positions), {tensors[0].device: 0})
     assert sum(len(launch.values[0]) for launch in launches) == count
-    assert len({launch.position for launch in launches}) == len(launches)
-    for launch in launches:  # no launch reads what another writes, so they need no order
+    for number, launch in enumerate(launches):  # no launch reads what another writes, so they need no order
+        assert launch.outs[0]._base is tensors[number]  # which is the owner's
         assert spans(launch.values) == spans(launch.outs)
         assert (launch.values[0].data_ptr() - tensors[0].data_ptr()) % 64 == 0
     ordered = spans(tensor for launch in launches for tensor in launch.outs)
@@ -215,10 +221,54 @@ def test_one_shot_writes_no_tensor_that_it_reads(run: Run) -> None:
 def test_a_transfer_is_one_launch_at_its_owner(run: Run) -> None:
     values = [torch.arange(50, dtype=torch.float32) * 7 + position for position in range(3)]
     total, outs = torch.zeros(50), [torch.zeros(50) for _ in range(2)]
-    launches = moves([(values, total, outs), ((), total, outs), ((), total, [total])], [2, 1, 0])
-    assert [launch.position for launch in launches] == [2, 1]  # a copy onto itself is omitted
+    launches = moves([(values, total, outs), ((), total, outs), ((), total, [total])], {total.device: 2})
+    assert [launch.position for launch in launches] == [2, 2]  # a copy onto itself is omitted
     run(launches[0], "sum")
     assert all(torch.equal(one, torch.arange(50) * 21.0 + 3) for one in (total, *outs))
+
+
+def host_kernel(dtype: str, op: str, values: int, outs: int) -> Callable[..., None]:
+    """Return a kernel whose launch puts its work on the stream that `stream_of` has noted."""
+
+    def launch(grid: object, block: object, arguments: Sequence[np.integer[Any]]) -> None:
+        *pointers, count = map(int, arguments)
+        tensors = [at(pointer, count, 7) for pointer in pointers]
+
+        def work() -> bool:
+            total = combined(tensors[:values], op)
+            return all(out.copy_(total) is not None for out in tensors[values:])
+
+        noted.pop().put(work)
+
+    return launch
+
+
+noted: list[Any] = []
+
+
+@pytest.mark.parametrize("gpus", [[0, 1], [0, 1, 2, 3], [0, 1, 0], [2, 2]], ids=str)
+def test_launches_wait_for_the_work_of_all_gpus(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call reads what earlier ones write on other GPUs, which has not ended."""
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=nullcontext))
+    monkeypatch.setattr(peer_to_peer, "import_module", lambda name: cupy)
+    monkeypatch.setattr(peer_to_peer, "_stream_of", lambda cupy, stream: nullcontext(noted.append(stream)))
+    monkeypatch.setattr(peer_to_peer, "_kernel", host_kernel)
+    monkeypatch.setattr(peer_to_peer, "_MAX_ONE_SHOT", 400)
+    monkeypatch.setattr(peers, "reach", lambda one, other: None)
+    with simulated_gpus():
+        group, made, wanted = PeerToPeer([torch.device("cuda", index) for index in gpus]), [], []
+        for count in (200, 50):  # two-shot, and one-shot between several GPUs
+            values = [torch.arange(count, dtype=torch.float32) + position for position in range(len(gpus))]
+            tensors = [on_simulated_gpu(value, index) for value, index in zip(values, gpus, strict=True)]
+            outs = [torch.zeros_like(tensor) for tensor in tensors]
+            group.all_reduce(tensors, "sum")
+            group.move([(tensors, outs[1], outs)])
+            group.all_gather(outs, rows := [torch.zeros(len(gpus), count, device=one.device) for one in tensors])
+            made += [*tensors, *outs, *rows]
+            total = combined(values, "sum")
+            wanted += [total] * len(gpus) + [total * len(gpus)] * len(gpus)
+            wanted += [torch.stack([total * len(gpus)] * len(gpus))] * len(gpus)
+        assert all(torch.equal(one.host(), want) for one, want in zip(made, wanted, strict=True))
 
 
 # -- the trial of peers ---------------------------------------------------------------------------------------------

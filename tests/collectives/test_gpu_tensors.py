@@ -392,16 +392,16 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
 ) -> None:
     """NCCL forbids an abort beside a call of the same communicator, but a call that never ends must be aborted."""
     monkeypatch.setattr(nccl_selection, "NCCL_CALL_SECONDS", 30 if call_ends else 0.05)
-    gather, abort = HostRank.all_gather, HostRank.abort
+    call, abort = HostRank.call, HostRank.abort
     inside, is_aborted = threading.Event(), threading.Event()
     order: list[str] = []
 
-    def gather_and_stay(binding: HostRank, *arguments: int) -> None:
-        if binding._rank == 0:
+    def stay_in_gather(binding: HostRank, name: str, *arguments: int) -> None:
+        if name == "all_gather" and binding._rank == 0:
             inside.set()
             is_aborted.wait(0.3 if call_ends else 30)  # time enough for an abort that does not wait
             order.append("left")
-        gather(binding, *arguments)
+        call(binding, name, *arguments)
 
     def noted_abort(binding: HostRank) -> None:
         if binding._rank == 0:
@@ -409,7 +409,7 @@ def test_an_abort_waits_for_the_thread_inside_nccl(
             is_aborted.set()
         abort(binding)
 
-    monkeypatch.setattr(HostRank, "all_gather", gather_and_stay)
+    monkeypatch.setattr(HostRank, "call", stay_in_gather)
     monkeypatch.setattr(HostRank, "abort", noted_abort)
 
     def run(comm: Communicator) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gangline import launch as launch_function
-from gangline.collectives.environments import restart
+from gangline.collectives.environments.job_name import RUN_ID
+from gangline.kvstore import restart_variables
 from gangline.launcher.restarts import Outcome, run_with_restarts
 from tests.kvstore.test_launch import DAEMON, PYTHON, READY, Launch, launch
 
@@ -90,7 +91,7 @@ def test_a_signal_to_the_launcher_restarts_nothing() -> None:
 
 def fail_at_first(what: str) -> int:
     """Return the number of this start; fail in the first one."""
-    found = restart.restart_number()
+    found = restart_variables.restart_number()
     if found == 0 or what == "always":
         raise ValueError(f"failure {found}")
     return found
@@ -106,15 +107,15 @@ def test_a_function_is_called_again_in_a_new_job(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_number_and_the_name_come_from_the_launcher_or_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (restart.RESTART, restart.RUN_ID, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"):
+    for name in (restart_variables.RESTART, RUN_ID, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
-    assert (restart.restart_number(), restart.run_id()) == (0, None)
-    monkeypatch.setenv(restart.RESTART, "2")
-    monkeypatch.setenv(restart.RUN_ID, "job")
-    assert (restart.restart_number(), restart.run_id()) == (2, "job")
+    assert (restart_variables.restart_number(), restart_variables.run_id()) == (0, None)
+    monkeypatch.setenv(restart_variables.RESTART, "2")
+    monkeypatch.setenv(RUN_ID, "job")
+    assert (restart_variables.restart_number(), restart_variables.run_id()) == (2, "job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a/none_b/attempt_3/0/error.json")
-    assert (restart.restart_number(), restart.run_id()) == (3, "/tmp/torchelastic_a/none_b")
-    monkeypatch.setenv(restart.RESTART, "once")
+    assert (restart_variables.restart_number(), restart_variables.run_id()) == (3, "/tmp/torchelastic_a/none_b")
+    monkeypatch.setenv(restart_variables.RESTART, "once")
     with pytest.raises(ValueError, match="GANGLINE_RESTART is 'once'; expected a number"):
-        restart.restart_number()
+        restart_variables.restart_number()

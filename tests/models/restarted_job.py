@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gangline import Module, cpu
 from gangline.callback import Checkpoint, stop_on
-from gangline.collectives.environments.restart import restart_number
+from gangline.kvstore.restart_variables import restart_number
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.stopping import received_signal
 

@@ -134,6 +134,7 @@ def test_a_worker_joins_a_job_that_was_resumed(tmp_path: Path) -> None:
     [
         ("{'accumulate': 2}", "accumulate=2 needs the same workers all the time"),
         ("{'data': [(DATA[:16], LABEL[:16])]}", "batches of each worker's own needs the same workers"),
+        ("{'data': Read(), 'lengths': [1] * 60}", "lengths needs the same workers"),
     ],
 )
 def test_what_needs_the_same_workers_is_refused(tmp_path: Path, options: str, error: str) -> None:

@@ -25,8 +25,8 @@ from torch import nn
 
 from gangline import Communicator, Module, cpu, create, spawn
 from gangline.callback import Checkpoint, module_checkpoint
-from gangline.collectives.errors import DiskFullError
 from gangline.collectives.processes.process_pool import ProcessPool
+from gangline.kvstore.errors import DiskFullError
 from gangline.kvstore.optimizer import files
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.checkpoint import epochs, remove_older, writing

@@ -19,7 +19,7 @@ from torch import nn
 
 from gangline import Module, cpu
 from gangline.bench.unequal.waiting_network import WaitingNetwork, slow_down
-from gangline.collectives.workload import split_batch
+from gangline.kvstore.workload import split_batch
 from gangline.models.checkpoint import checkpoint
 
 FEATURES, CLASSES = 6, 3

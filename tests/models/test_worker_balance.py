@@ -240,6 +240,10 @@ def test_the_time_of_a_worker_is_that_of_its_contexts_together(
     assert balance.message() == [[4, expected]]
     assert balance.message() == []
     assert balance.report(10.0, 9.0, [1])[:2] == [expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0)]
+    workers.share_cost = 100.0  # of a share that is cut by lengths
+    balance.record([2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
+    assert balance.message() == [[100, expected]]
+    assert workers.share_cost is None
 
 
 def counted(comm: Communicator, words: str | None) -> int:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from gangline.collectives.context import cpu
+from gangline.kvstore.context import cpu
 from gangline.models import zoo
 from gangline.models.checkpoint.checkpoint import load_weights
 from gangline.models.module import Module

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.context import contexts
+from gangline.kvstore.context import contexts
 
 
 def join() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gangline import kvstore
-from gangline.collectives.context import contexts
+from gangline.kvstore.context import contexts
 from gangline.models.module import Module
 from gangline.models.zoo import registry
 

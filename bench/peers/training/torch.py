@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from gangline.collectives.context import contexts
+from gangline.kvstore.context import contexts
 from gangline.models.zoo import registry
 
 

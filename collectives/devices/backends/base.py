@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from gangline.collectives.engine.host_staging import data_of
 
 Transfer = tuple[Sequence[Tensor], Tensor, Sequence[Tensor]]
 """Tensors to combine, the tensor for the result, and the tensors to copy the result to."""
+_ALIGN = 16  # elements
 
 
 class Backend(ABC):
@@ -28,6 +30,12 @@ class Backend(ABC):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         """Device of each position; a position is an index into the lists of tensors."""
+        self.owners = {device: self.devices.index(device) for device in self.devices}
+        """First position of each device, at which this device combines values."""
+
+    def supports(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
+        """Return whether this backend moves tensors of a dtype; `Copies` moves the others."""
+        return True
 
     @classmethod
     def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003
@@ -110,12 +118,32 @@ class Flattened:
             mark_written(self._written)
 
 
+def join(streams: Sequence[torch.cuda.Stream], others: Sequence[torch.cuda.Stream]) -> None:
+    """Make each stream wait for the work so far on all others."""
+    events = [other.record_event() for other in others]
+    for stream in streams:
+        for event in events:
+            stream.wait_event(event)
+
+
 def mark_written(tensors: Iterable[Tensor]) -> None:
     """Increment the autograd version of tensors that were written without torch."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def even_slices(count: int, size: int, align: int = 1) -> list[slice]:
-    """Return ``size`` slices of ``count`` elements, as equal as multiples of ``align`` can be; some may be empty."""
-    step = -(-count // (size * align)) * align
-    return [slice(min(position * step, count), min((position + 1) * step, count)) for position in range(size)]
+def in_slices(flats: Sequence[Tensor], owners: Sequence[int], count: int) -> list[Transfer]:
+    """Return the transfers of an all-reduce of contiguous 1-D tensors, in slices that positions combine in turn.
+
+    Args:
+        flats: tensors of one length.
+        owners: positions that combine slices.
+        count: number of slices, as equal as multiples of 16 elements can be: loads of 16 bytes are then aligned for
+            every dtype. Empty ones are omitted.
+    """
+    length = len(flats[0])
+    step = -(-length // (count * _ALIGN)) * _ALIGN
+    transfers: list[Transfer] = []
+    for start, owner in zip(range(0, length, max(step, 1)), cycle(owners), strict=False):
+        slices = [flat[start : start + step] for flat in flats]
+        transfers.append((slices, slices[owner], slices))
+    return transfers

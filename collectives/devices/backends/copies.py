@@ -19,7 +19,7 @@ from torch import Tensor
 from gangline.collectives import thread_pool
 from gangline.collectives.call_signature import DTYPES
 from gangline.collectives.compiled_core import core
-from gangline.collectives.devices.backends.base import Backend, Transfer, even_slices, mark_written
+from gangline.collectives.devices.backends.base import Backend, Transfer, in_slices, mark_written
 from gangline.collectives.engine import host_staging, reduction
 
 _MIN_COMPILED = 1 << 20  # bytes of sums from which threads and non-temporal stores pay off
@@ -44,15 +44,11 @@ class Copies(Backend):
         move(transfers, op)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
-        if len(set(self.devices)) == 1 or not all(tensor.is_contiguous() for tensor in tensors):
+        if all(tensor.is_contiguous() for tensor in tensors):  # each device combines a slice: all links are busy
+            flats = [tensor.view(-1) for tensor in tensors]
+            move(in_slices(flats, [*self.owners.values()], len(self.owners)), op)
+        else:
             move([(tensors, tensors[0], tensors[1:])], op)
-            return
-        flats = [tensor.view(-1) for tensor in tensors]
-        transfers: list[Transfer] = []  # each device combines a slice, so that all links are busy
-        for position, part in enumerate(even_slices(len(flats[0]), len(flats))):
-            pieces = [flat[part] for flat in flats]
-            transfers.append((pieces, pieces[position], pieces[:position] + pieces[position + 1 :]))
-        move(transfers, op)
 
 
 def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
@@ -61,13 +57,13 @@ def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
     if any(total.is_cpu and any(one.is_cuda for one in (*values, *outs)) for values, total, outs in transfers):
         _move_by_the_host(transfers, op)
         return
-    if core is not None and op == "sum" and sum(total.nbytes for _, total, _ in transfers) >= _MIN_COMPILED:
-        transfers = _run_compiled(transfers)
-    if op == "sum" and len(transfers) >= LEAST_JOINT:
-        transfers = _run_small_jointly(transfers)
+    if op == "sum" and (
+        len(transfers) >= LEAST_JOINT or sum(total.nbytes for _, total, _ in transfers) >= _MIN_COMPILED
+    ):
+        transfers = _run_jointly(transfers)
     for values, total, outs in transfers:
         if values:
-            _combine(values, total, op)
+            reduction.combine(values, op, total, len(values) if op == "mean" else 1)
         for out in outs:
             out.copy_(total, non_blocking=total.is_cuda and out.is_cuda)
 
@@ -89,22 +85,6 @@ def _move_by_the_host(transfers: Sequence[Transfer], op: str) -> None:
             host_staging.copy_to_gpus(total, gpus)
 
 
-def _run_compiled(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
-    """Run transfers that `gangline._core` can sum and that are large enough for threads; return the others."""
-    taken = [transfer for transfer in transfers if _are_plain([transfer[1]], [transfer[1], *transfer[0], *transfer[2]])]
-    words: list[int] = []
-    for values, total, outs in taken:
-        sources, targets = (values, (total, *outs)) if values else ((total,), outs)
-        if targets:
-            words += [_NUMBERS[total.dtype], total.numel(), len(sources), len(targets)]
-            words += map(Tensor.data_ptr, chain(sources, targets))
-    if sum(total.nbytes for _, total, _ in taken) < _MIN_COMPILED or not _combined(words):
-        return transfers
-    mark_written([tensor for _, total, outs in taken for tensor in (total, *outs)])
-    left = {*map(id, transfers)}.difference(map(id, taken))
-    return [transfer for transfer in transfers if id(transfer) in left]
-
-
 def move_compiled(values: Sequence[Sequence[Tensor]], totals: list[Tensor], outs: Sequence[Sequence[Tensor]]) -> bool:
     """Run transfers by `gangline._core` if possible and faster; otherwise return False without effect.
 
@@ -124,23 +104,24 @@ def move_compiled(values: Sequence[Sequence[Tensor]], totals: list[Tensor], outs
     return True
 
 
-def _run_small_jointly(transfers: Sequence[Transfer]) -> Sequence[Transfer]:
-    """Run small transfers on the CPU with one call for all of them; return the others."""
-    alike: defaultdict[tuple[int, int], list[Transfer]] = defaultdict(list)
+def _run_jointly(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Run transfers that have equal numbers of tensors with one call, if possible and faster; return the others."""
+    alike: defaultdict[tuple[int, int, bool, bool], list[Transfer]] = defaultdict(list)
+    for values, total, outs in transfers:
+        if values or outs:
+            key = len(values), len(outs), total.dtype in _NUMBERS, is_small(total)
+            alike[key].append((values, total, outs))
     left: list[Transfer] = []
-    for transfer in transfers:
-        values, total, outs = transfer
-        (alike[len(values), len(outs)] if is_small(total) else left).append(transfer)
-    for some in alike.values():
+    for (*_, are_small), some in alike.items():
         totals = [total for _, total, _ in some]
-        columns = [*zip(*(values for values, _, _ in some), strict=True)]
-        copied = [*zip(*(outs for _, _, outs in some), strict=True)]
-        on_host = all(map(_is_cpu, chain(totals, *columns, *copied)))
-        read = {*map(Tensor.data_ptr, chain(*columns))}
-        if len(some) < LEAST_JOINT or not on_host or not read.isdisjoint(map(Tensor.data_ptr, totals)):
-            left += some
+        summed, copied = ([*zip(*(transfer[place] for transfer in some), strict=True)] for place in (0, 2))
+        if move_compiled(summed, totals, copied):
+            continue
+        is_joint = are_small and len(some) >= LEAST_JOINT and all(map(_is_cpu, chain(totals, *summed, *copied)))
+        if is_joint and {*map(Tensor.data_ptr, chain(*summed))}.isdisjoint(map(Tensor.data_ptr, totals)):
+            move_jointly(summed, totals, copied)
         else:
-            move_jointly(columns, totals, copied)
+            left += some
     return left
 
 
@@ -163,35 +144,6 @@ def move_jointly(
 def is_small(total: Tensor) -> bool:
     """Return whether joint calls are possible and pay off for transfers like this one."""
     return total.nbytes <= _MOST_SMALL and total.dtype not in reduction.HALVES
-
-
-def _combine(values: Sequence[Tensor], out: Tensor, op: str) -> None:
-    is_needed_later = any(value.device == out.device and value.data_ptr() == out.data_ptr() for value in values[2:])
-    if op != "sum" or is_needed_later:
-        divisor = len(values) if op == "mean" else 1
-        reduction.combine([_on(value, out) for value in values], op, out, divisor)
-    else:
-        _add_up(values, out)
-
-
-def _add_up(values: Sequence[Tensor], out: Tensor) -> None:
-    """Sum into ``out`` directly and copy remote values one at a time: fewer temporaries than `reduction.combine`."""
-    first, *others = values
-    if not others:
-        out.copy_(first)
-        return
-    total = out
-    if out.dtype in reduction.HALVES and len(others) > 1:
-        total = torch.empty_like(out, dtype=torch.float32)
-    torch.add(_on(first, out).to(total.dtype), _on(others[0], out), out=total)
-    for value in others[1:]:
-        total.add_(_on(value, out))
-    if total is not out:
-        out.copy_(total)
-
-
-def _on(value: Tensor, out: Tensor) -> Tensor:
-    return value if value.device == out.device else value.to(out.device, non_blocking=value.is_cuda and out.is_cuda)
 
 
 def _are_plain(totals: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:

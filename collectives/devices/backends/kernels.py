@@ -97,19 +97,17 @@ def source(dtype: str, op: str, values: int, outs: int) -> str:
     element, added, compared = _TYPES[dtype]
     combine = _BOOL[op] if dtype == "bool" else _COMBINE[op]
     wide = compared if op in ("min", "max") else added
-    pointers = [f"const T* v{position}" for position in range(values)] + [f"T* o{position}" for position in range(outs)]
-    names = [f"v{position}" for position in range(values)] + [f"o{position}" for position in range(outs)]
-    steps = "\n".join(f"  r = combine(r, widen(v{position}));" for position in range(1, values))
-    loads = "\n".join(
-        f"    const Pack p{position} = reinterpret_cast<const Pack*>(v{position})[i];" for position in range(values)
-    )
-    stores = "\n".join(f"    reinterpret_cast<Pack*>(o{position})[i] = r;" for position in range(outs))
+    read, written = [f"v{position}" for position in range(values)], [f"o{position}" for position in range(outs)]
+    pointers = [*(f"const T* {name}" for name in read), *(f"T* {name}" for name in written)]
+    steps = "\n".join(f"  r = combine(r, widen({name}));" for name in read[1:])
+    loads = "\n".join(f"    const Pack p_{name} = reinterpret_cast<const Pack*>({name})[i];" for name in read)
+    stores = "\n".join(f"    reinterpret_cast<Pack*>({name})[i] = r;" for name in written)
     return f"""
 typedef {element} T;
 typedef {wide} A;
 {_ARITHMETIC}{_CONVERT.get(dtype, _PLAIN)}
 __device__ inline A combine(A a, A b) {{ return {combine}; }}
-__device__ inline T result({", ".join(f"T v{position}" for position in range(values))}) {{
+__device__ inline T result({", ".join(f"T {name}" for name in read)}) {{
   A r = widen(v0);
 {steps}
   return narrow({f"over(r, (A){values})" if op == "mean" else "r"});
@@ -119,17 +117,17 @@ extern "C" __global__ void {NAME}({", ".join(pointers)}, long long count) {{
   const long long width = 16 / sizeof(T);
   const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   const long long step = (long long)gridDim.x * blockDim.x;
-  const bool aligned = (({" | ".join(f"(unsigned long long){name}" for name in names)}) % 16) == 0;
+  const bool aligned = (({" | ".join(f"(unsigned long long){name}" for name in (*read, *written))}) % 16) == 0;
   const long long packs = aligned ? count / width : 0;
   for (long long i = first; i < packs; i += step) {{
 {loads}
     Pack r;
-    for (int k = 0; k < width; ++k) r.e[k] = result({", ".join(f"p{position}.e[k]" for position in range(values))});
+    for (int k = 0; k < width; ++k) r.e[k] = result({", ".join(f"p_{name}.e[k]" for name in read)});
 {stores}
   }}
   for (long long i = packs * width + first; i < count; i += step) {{
-    const T r = result({", ".join(f"v{position}[i]" for position in range(values))});
-    {" ".join(f"o{position}[i] = r;" for position in range(outs))}
+    const T r = result({", ".join(f"{name}[i]" for name in read)});
+    {" ".join(f"{name}[i] = r;" for name in written)}
   }}
 }}
 """

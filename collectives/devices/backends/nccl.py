@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices.backends import copies, nccl_bindings
+from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
 
@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 class Nccl(Backend):
     """Collectives by NCCL, which chooses the order of summation, the same for every position, and rounds at each hop.
 
-    NCCL divides before it adds for a mean. int16 and complex numbers, which it does not support, are moved by `copies`.
+    NCCL divides before it adds for a mean. It does not support int16 and complex numbers.
     """
 
     name = "nccl"
@@ -84,35 +84,30 @@ class Nccl(Backend):
     def unavailable_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: ARG003, D102  inherited
         return nccl_bindings.unavailable_reason(nccl_bindings.selected())
 
+    def supports(self, dtype: torch.dtype) -> bool:  # noqa: D102  inherited
+        if dtype not in DTYPES and dtype not in _unsupported:
+            _unsupported.add(dtype)
+            _log.info("tensors of %s move by torch's copies: NCCL does not support the dtype", dtype)
+        return dtype in DTYPES
+
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
-        if not _supports(tensors[0].dtype):
-            copies.move([(tensors, tensors[0], tensors[1:])], op)
-            return
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
             self._group(("all_reduce", position, flat, flat, op) for position, flat in enumerate(flats))
 
     def all_gather(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:  # noqa: D102  inherited
-        if _supports(tensors[0].dtype):
-            self._run_at_each_position("all_gather", tensors, outs)
-        else:
-            super().all_gather(tensors, outs)
+        self._run_at_each_position("all_gather", tensors, outs)
 
     def reduce_scatter(  # noqa: D102  inherited
         self, tensors: Sequence[Tensor], outs: Sequence[Tensor], op: str
     ) -> None:
-        if _supports(tensors[0].dtype):
-            self._run_at_each_position("reduce_scatter", tensors, outs, op)
-        else:
-            super().reduce_scatter(tensors, outs, op)
+        self._run_at_each_position("reduce_scatter", tensors, outs, op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
-        copies.move([transfer for transfer in transfers if not _supports(transfer[1].dtype)], op)
         with Flattened() as flattened:
-            flat = flattened.transfers(transfer for transfer in transfers if _supports(transfer[1].dtype))
             sums: list[_Call] = []
             copied: list[_Call] = []
-            for values, total, outs in flat:
+            for values, total, outs in flattened.transfers(transfers):
                 root = self.devices.index(total.device)
                 for position, value in enumerate(values):  # NCCL writes the root's target only
                     sums.append(("reduce", position, value, total if position == root else value, op, root))
@@ -156,7 +151,7 @@ def call(
     op: str | None = None,
     root: int | None = None,
 ) -> None:
-    """Make a call, a method of `Binding`, on contiguous 1-D tensors and on the current stream of their GPU."""
+    """Make a collective call on contiguous 1-D tensors and on the current stream of their GPU."""
     options = [DTYPES[source.dtype]]
     if op is not None:
         options.append((_BOOL_OPS if source.dtype == torch.bool else _OPS)[op])
@@ -164,7 +159,7 @@ def call(
         options.append(root)
     count = min(len(source), len(target))  # the other tensor has one row per rank in all_gather and reduce_scatter
     addresses = source.data_ptr(), target.data_ptr()
-    getattr(binding, name)(position, *addresses, count, *options, stream_of(source))
+    binding.call(name, position, *addresses, count, *options, stream_of(source))
 
 
 def stream_of(tensor: Tensor) -> int:
@@ -179,10 +174,3 @@ def _destroy_all() -> None:
         binding.start()  # else each communicator would wait for the others
         binding.destroy()
         binding.end()
-
-
-def _supports(dtype: torch.dtype) -> bool:
-    if dtype not in DTYPES and dtype not in _unsupported:
-        _unsupported.add(dtype)
-        _log.info("tensors of %s move by torch's copies: NCCL does not support the dtype", dtype)
-    return dtype in DTYPES

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -23,70 +23,70 @@ _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _BYTE = 1  # ncclUint8 in nccl.h
 
 
-class Binding(Protocol):
+class Binding(ABC):
     """NCCL communicators of one process, by position, and the calls that gangline makes on them.
 
     Addresses and streams are ints; ``count`` is in elements; ``dtype`` and ``op`` are the enumerators of nccl.h.
     """
 
-    name: ClassVar[str]
+    def __init__(self, nccl: Any, communicators: Sequence[Any]) -> None:
+        self._nccl = nccl
+        self._communicators = communicators
 
     @classmethod
+    @abstractmethod
     def for_gpus(cls, gpus: Sequence[int]) -> Self:
         """Return the communicators of several GPUs of this process (ncclCommInitAll)."""
 
     @classmethod
+    @abstractmethod
     def for_rank(cls, device: torch.device, unique_id: bytes, rank: int, size: int) -> Self:
         """Return the communicator of one rank, at position 0 (ncclCommInitRank); blocks until all ranks call it."""
 
     @staticmethod
+    @abstractmethod
     def unique_id() -> bytes:
         """Return the 128 bytes that identify a new communicator; one rank calls this for all (ncclGetUniqueId)."""
 
+    @abstractmethod
     def start(self) -> None:
         """Begin a group of calls (ncclGroupStart)."""
 
+    @abstractmethod
     def end(self) -> None:
         """Launch the calls made since `start` (ncclGroupEnd)."""
 
-    # The arguments of collectives are: position, source, target, count, dtype, op (reductions), root (reduce and
-    # broadcast), stream. ``count`` is that of one row of all_gather and reduce_scatter.
-    all_reduce: Callable[..., None]
-    reduce: Callable[..., None]
-    broadcast: Callable[..., None]
-    all_gather: Callable[..., None]
-    reduce_scatter: Callable[..., None]
+    @abstractmethod
+    def call(self, name: str, position: int, *arguments: int) -> None:
+        """Call "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send" or "recv".
+
+        Args:
+            name: name of the call.
+            position: position of the GPU.
+            arguments: source, target, count, dtype, op (of reductions), root (of reduce and broadcast), stream. The
+                count is that of one row of all_gather and reduce_scatter. Of "send" and "recv": address, count, dtype,
+                peer, stream.
+        """
 
     def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
         """Call ncclSend on bytes, at position 0."""
+        self.call("send", 0, source, nbytes, _BYTE, to, stream)
 
     def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
         """Call ncclRecv on bytes, at position 0."""
+        self.call("recv", 0, target, nbytes, _BYTE, source, stream)
 
+    @abstractmethod
     def abort(self) -> None:
         """Call ncclCommAbort, from any thread: running calls end, regardless of other ranks. No call may follow."""
 
+    @abstractmethod
     def destroy(self) -> None:
         """Call ncclCommDestroy for all positions, in a group if there are several; no call may be running."""
 
 
-def _method_of_communicator(name: str) -> Callable[..., None]:
-    """Return the call of a collective by a method of cupy's communicators, which takes the same arguments."""
-
-    def call(self: CupyBinding, position: int, *arguments: int) -> None:
-        getattr(self._communicators[position], name)(*arguments)
-
-    return call
-
-
-class CupyBinding:
+class CupyBinding(Binding):
     """``cupy.cuda.nccl``, whose communicators have NCCL's functions as methods."""
-
-    name: ClassVar[str] = "cupy"
-
-    def __init__(self, nccl: Any, communicators: Sequence[Any]) -> None:
-        self._nccl = nccl
-        self._communicators = communicators
 
     @classmethod
     def for_gpus(cls, gpus: Sequence[int]) -> Self:
@@ -105,8 +105,8 @@ class CupyBinding:
 
     @staticmethod
     def unique_id() -> bytes:
-        found: bytes | tuple[int, ...] = import_module("cupy.cuda.nccl").get_unique_id()
-        return found if isinstance(found, bytes) else struct.pack(f"{_ID_BYTES}b", *found)
+        unique_id: bytes | tuple[int, ...] = import_module("cupy.cuda.nccl").get_unique_id()
+        return unique_id if isinstance(unique_id, bytes) else struct.pack(f"{_ID_BYTES}b", *unique_id)
 
     def start(self) -> None:
         self._nccl.groupStart()
@@ -114,17 +114,9 @@ class CupyBinding:
     def end(self) -> None:
         self._nccl.groupEnd()
 
-    all_reduce: Any = _method_of_communicator("allReduce")
-    reduce: Any = _method_of_communicator("reduce")
-    broadcast: Any = _method_of_communicator("broadcast")
-    all_gather: Any = _method_of_communicator("allGather")
-    reduce_scatter: Any = _method_of_communicator("reduceScatter")
-
-    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
-        self._communicators[0].send(source, nbytes, _BYTE, to, stream)
-
-    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
-        self._communicators[0].recv(target, nbytes, _BYTE, source, stream)
+    def call(self, name: str, position: int, *arguments: int) -> None:
+        first, *others = name.split("_")
+        getattr(self._communicators[position], first + "".join(map(str.title, others)))(*arguments)
 
     def abort(self) -> None:
         self._communicators[0].abort()
@@ -134,26 +126,10 @@ class CupyBinding:
             communicator.destroy()
 
 
-def _function_of_library(name: str) -> Callable[..., None]:
-    """Return the call of a collective by a function of pynccl, which takes the communicator before the stream."""
-
-    def call(self: PyncclBinding, position: int, source: int, target: int, count: int, *options: int) -> None:
-        *before, stream = options
-        function = getattr(self._nccl, name)
-        function(source, target, self.checked_count(count), *before, self._communicators[position], stream)
-
-    return call
-
-
-class PyncclBinding:
+class PyncclBinding(Binding):
     """``pynccl.Nccl``, which passes ctypes through and counts as C ints."""
 
-    name: ClassVar[str] = "pynccl"
     _MAX_COUNT = 2**31 - 1
-
-    def __init__(self, nccl: Any, communicators: Sequence[int]) -> None:
-        self._nccl = nccl
-        self._communicators = communicators
 
     @classmethod
     def for_gpus(cls, gpus: Sequence[int]) -> Self:
@@ -185,17 +161,12 @@ class PyncclBinding:
     def end(self) -> None:
         self._nccl.group_end()
 
-    all_reduce: Any = _function_of_library("all_reduce")
-    reduce: Any = _function_of_library("reduce")
-    broadcast: Any = _function_of_library("broadcast")
-    all_gather: Any = _function_of_library("all_gather")
-    reduce_scatter: Any = _function_of_library("reduce_scatter")
-
-    def send(self, source: int, nbytes: int, to: int, stream: int) -> None:
-        self._nccl.pp_send(source, self.checked_count(nbytes), _BYTE, to, self._communicators[0], stream)
-
-    def receive(self, target: int, nbytes: int, source: int, stream: int) -> None:
-        self._nccl.pp_recv(target, self.checked_count(nbytes), _BYTE, source, self._communicators[0], stream)
+    def call(self, name: str, position: int, *arguments: int) -> None:
+        *before, stream = arguments
+        is_message = name in ("send", "recv")
+        self.check_count(before[1 if is_message else 2])
+        function = getattr(self._nccl, f"pp_{name}" if is_message else name)
+        function(*before, self._communicators[position], stream)
 
     def abort(self) -> None:
         self._nccl.comm_abort(self._communicators[0])
@@ -204,17 +175,12 @@ class PyncclBinding:
         for communicator in self._communicators:
             self._nccl.comm_destroy(communicator)
 
-    def checked_count(self, count: int) -> int:
-        """Return a number of elements that fits a C int.
-
-        Raises:
-            ValueError: if it does not.
-        """
+    def check_count(self, count: int) -> None:
+        """Raise ValueError if a number of elements does not fit a C int."""
         if count > self._MAX_COUNT:
             raise ValueError(
                 f"a tensor has {count} elements, but pynccl passes at most {self._MAX_COUNT}; expected {VARIABLE}=cupy"
             )
-        return count
 
 
 BINDINGS: dict[str, type[Binding]] = {"cupy": CupyBinding, "pynccl": PyncclBinding}
@@ -226,7 +192,7 @@ def selected() -> str:
     Raises:
         ValueError: if the variable holds an unknown name.
     """
-    name = os.environ.get(VARIABLE, CupyBinding.name)
+    name = os.environ.get(VARIABLE, "cupy")
     if name not in BINDINGS:
         raise ValueError(f"{VARIABLE} is {name!r}; expected one of {', '.join(BINDINGS)}")
     return name
@@ -240,31 +206,18 @@ def unavailable_reason(name: str) -> str:
             module = import_module({"cupy": "cupy.cuda.nccl", "pynccl": "pynccl"}[name])
     except Exception as error:  # noqa: BLE001  a broken driver gives errors of the package's own
         return f"{name} cannot be imported ({error}): pip install 'gangline[cuda13]' or 'gangline[cuda12]'"
-    if name == CupyBinding.name and not module.available:
+    if name == "cupy" and not module.available:
         return "cupy finds no NCCL library: torch for CUDA brings one"
     return ""
 
 
 def _open_pynccl() -> Any:
-    """Return a ``pynccl.Nccl``, which loads the library found by numba's search path."""
-    with _torch_library_in_search_path():
+    """Return a ``pynccl.Nccl`` with the NCCL library that torch installed, unless NUMBA_NCCLLIB names a folder."""
+    variable = "NUMBA_NCCLLIB"  # the first place where pynccl searches
+    with ExitStack() as stack:
+        with suppress(ModuleNotFoundError):
+            folder, *_ = import_module("nvidia.nccl").__path__
+            if variable not in os.environ:
+                os.environ[variable] = str(Path(folder, "lib"))
+                stack.callback(os.environ.pop, variable)
         return import_module("pynccl").Nccl()
-
-
-@contextmanager
-def _torch_library_in_search_path() -> Iterator[None]:
-    """Set NUMBA_NCCLLIB to the NCCL library that torch installed, unless the user has set it."""
-    name = "NUMBA_NCCLLIB"
-    try:
-        found = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        found = None
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
-    if name in os.environ or not folders:
-        yield
-        return
-    os.environ[name] = str(Path(folders[0]) / "lib")
-    try:
-        yield
-    finally:
-        del os.environ[name]

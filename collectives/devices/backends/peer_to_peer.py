@@ -8,21 +8,21 @@ positions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices.backends import copies, kernels, peers
-from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, even_slices
+from gangline.collectives.devices.backends import kernels, peers
+from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, in_slices, join
 
 _MAX_ONE_SHOT = 256 * 1024  # bytes; from published figures for 8 GPUs on NVLink
-_ALIGN = 16  # elements: slices that begin on a multiple allow 16-byte loads for every dtype
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,8 @@ class PeerToPeer(Backend):
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
-        self._first = {device: position for position, device in reversed(list(enumerate(self.devices)))}
-        for one in self._first:
-            for other in self._first:
-                if one != other:
-                    peers.reach(one.index, other.index)
+        for one, other in permutations(self.owners, 2):
+            peers.reach(one.index, other.index)
 
     @classmethod
     def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
@@ -72,25 +69,23 @@ class PeerToPeer(Backend):
     def trial_failure(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
         return peers.problem([device.index for device in devices])
 
+    def supports(self, dtype: torch.dtype) -> bool:  # noqa: D102  inherited
+        return not dtype.is_complex
+
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
-        if tensors[0].is_complex():
-            copies.move([(tensors, tensors[0], tensors[1:])], op)
-            return
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
-            if len(self._first) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
+            if len(self.owners) > 1 and flats[0].nbytes <= _MAX_ONE_SHOT:
                 results = [torch.empty_like(flat) for flat in flats]
                 self._launch(one_shot(flats, results), op)
                 for flat, result in zip(flats, results, strict=True):
                     flat.copy_(result)
             else:
-                self._launch(two_shot(flats, sorted(self._first.values())), op)
+                self._launch(moves(in_slices(flats, [*self.owners.values()], len(self.owners)), self.owners), op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
-        copies.move([transfer for transfer in transfers if transfer[1].is_complex()], op)
         with Flattened() as flattened:
-            flat = flattened.transfers(transfer for transfer in transfers if not transfer[1].is_complex())
-            self._launch(moves(flat, [self._first[total.device] for _, total, _ in flat]), op)
+            self._launch(moves(flattened.transfers(transfers), self.owners), op)
 
     def _launch(self, launches: Iterable[Launch], op: str) -> None:
         """Launch kernels after all GPUs' current streams reach this point, and make these streams wait for them."""
@@ -99,7 +94,8 @@ class PeerToPeer(Backend):
         for launch in launches:
             first, device = launch.values[0], self.devices[launch.position]
             stream = _stream_of(cupy, torch.cuda.current_stream(device))
-            kernel = _kernel(_dtype(first), op, len(launch.values), len(launch.outs))
+            dtype = str(first.dtype).removeprefix("torch.")
+            kernel = _kernel(dtype, op, len(launch.values), len(launch.outs))
             pointers = [np.uint64(tensor.data_ptr()) for tensor in (*launch.values, *launch.outs)]
             with cupy.cuda.Device(device.index), stream:
                 grid = kernels.blocks(first.numel(), first.itemsize)
@@ -108,14 +104,9 @@ class PeerToPeer(Backend):
 
     def _synchronize_streams(self) -> None:
         """Make the current stream of each GPU wait for the current streams of all other GPUs."""
-        if len(self._first) == 1:
-            return
-        streams = {device: torch.cuda.current_stream(device) for device in self._first}
-        events = {device: stream.record_event() for device, stream in streams.items()}
-        for device, stream in streams.items():
-            for other, event in events.items():
-                if other != device:
-                    stream.wait_event(event)
+        if len(self.owners) > 1:
+            streams = [torch.cuda.current_stream(device) for device in self.owners]
+            join(streams, streams)
 
 
 def one_shot(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Launch]:
@@ -123,24 +114,14 @@ def one_shot(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Launc
     return [Launch(position, tuple(tensors), (result,)) for position, result in enumerate(results)]
 
 
-def two_shot(tensors: Sequence[Tensor], positions: Sequence[int]) -> list[Launch]:
-    """Return the launches of an all-reduce in which each position combines a slice and writes it to all tensors."""
+def moves(transfers: Sequence[Transfer], owners: Mapping[torch.device, int]) -> list[Launch]:
+    """Return one launch per transfer, on the total's GPU: the result is written to the total and the outs at once."""
     launches = []
-    for position, part in zip(positions, even_slices(len(tensors[0]), len(positions), _ALIGN), strict=True):
-        pieces = tuple(tensor[part] for tensor in tensors)
-        if len(pieces[0]):
-            launches.append(Launch(position, pieces, pieces))
-    return launches
-
-
-def moves(transfers: Sequence[Transfer], owners: Sequence[int]) -> list[Launch]:
-    """Return one launch per transfer, at its owner: the result is written to the total and the outs at once."""
-    launches = []
-    for (values, total, outs), owner in zip(transfers, owners, strict=True):
+    for values, total, outs in transfers:
         others = tuple(out for out in outs if out.data_ptr() != total.data_ptr())
         read, written = (tuple(values), (total, *others)) if values else ((total,), others)
         if written:
-            launches.append(Launch(owner, read, written))
+            launches.append(Launch(owners[total.device], read, written))
     return launches
 
 
@@ -154,10 +135,6 @@ def _stream_of(cupy: Any, stream: torch.cuda.Stream) -> Any:
 def _has_expandable_segments() -> bool:
     settings = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
     return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -40,13 +41,11 @@ def problem(devices: Sequence[int]) -> str:
     Args:
         devices: torch indices of GPUs; the same one may occur several times.
     """
-    distinct = sorted(set(devices))
-    pairs = [(one, other) for one in distinct for other in distinct if one != other]
+    pairs = [*permutations(sorted(set(devices)), 2)]
     with _lock:
-        unknown = [pair for pair in pairs if pair not in _known]
-        _known.update(prove(unknown))
-        problems = [f"gpu({one}) and the memory of gpu({other}): {_known[one, other]}" for one, other in pairs]
-    return next((found for found, pair in zip(problems, pairs, strict=True) if _known[pair]), "")
+        _known.update(prove([pair for pair in pairs if pair not in _known]))
+        failed = next((pair for pair in pairs if _known[pair]), None)
+    return "" if failed is None else "gpu({}) and the memory of gpu({}): {}".format(*failed, _known[failed])
 
 
 def prove(pairs: Sequence[Pair], command: Sequence[str] = _COMMAND, deadline: float = _DEADLINE) -> dict[Pair, str]:
@@ -58,14 +57,12 @@ def prove(pairs: Sequence[Pair], command: Sequence[str] = _COMMAND, deadline: fl
             the problem.
         deadline: seconds to wait for a line; then the child is killed, and another one tries the pairs after that one.
     """
-    found: dict[Pair, str] = {}
-    while len(found) < len(pairs):
-        left = pairs[len(found) :]
+    problems: list[str] = []
+    while len(problems) < len(pairs):
+        left = pairs[len(problems) :]
         lines, end = _lines([*command, *(f"{one},{other}" for one, other in left)], len(left), deadline)
-        found.update((pair, "" if line == "ok" else line) for pair, line in zip(left, lines, strict=False))
-        if len(lines) < len(left):
-            found[left[len(lines)]] = end
-    return found
+        problems += ["" if line == "ok" else line for line in lines] + [end] * (len(lines) < len(left))
+    return dict(zip(pairs, problems, strict=True))
 
 
 def _lines(command: Sequence[str], count: int, deadline: float) -> tuple[list[str], str]:
@@ -95,7 +92,7 @@ def _lines(command: Sequence[str], count: int, deadline: float) -> tuple[list[st
     child.kill()
     with suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver may not die
         child.wait(_KILL_TIMEOUT)
-    return lines, end
+    return lines[:count], end
 
 
 def _try(one: int, other: int) -> str:

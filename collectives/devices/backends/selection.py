@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import permutations
 
 import torch
 
@@ -37,7 +39,7 @@ def open_backend(devices: Devices, wanted: str | None = None) -> Backend:
     else:
         check(name, devices, source)
         reason = f"set by {source}"
-    _log_once(devices, name, reason)
+    _log_once(tuple(devices), name, reason)
     return _BACKENDS[name](devices)
 
 
@@ -85,19 +87,13 @@ def check(name: str, devices: Devices, source: str) -> None:
 
 def no_peer_access(devices: Devices) -> str:
     """Return which GPUs have no peer access according to the driver; "" if all have."""
-    for one in devices:
-        for other in devices:
-            if one != other and not torch.cuda.can_device_access_peer(one, other):
-                return f"gpu({one.index}) has no peer access to gpu({other.index})"
+    for one, other in permutations(dict.fromkeys(devices), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"gpu({one.index}) has no peer access to gpu({other.index})"
     return ""
 
 
-_logged: set[tuple[tuple[torch.device, ...], str]] = set()
-
-
-def _log_once(devices: Devices, name: str, reason: str) -> None:
-    known = (tuple(devices), name)
-    if known not in _logged:
-        _logged.add(known)
-        level = logging.INFO if any(device.type == "cuda" for device in devices) else logging.DEBUG
-        _log.log(level, "tensors move between %s by %s: %s", ", ".join(map(str, devices)), name, reason)
+@lru_cache(maxsize=256)
+def _log_once(devices: tuple[torch.device, ...], name: str, reason: str) -> None:
+    level = logging.INFO if any(device.type == "cuda" for device in devices) else logging.DEBUG
+    _log.log(level, "tensors move between %s by %s: %s", ", ".join(map(str, devices)), name, reason)

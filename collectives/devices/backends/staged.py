@@ -1,92 +1,50 @@
 """Staged backend: pieces pass through pinned host memory, for GPUs without peer access.
 
-The GPU that combines a piece receives the others' contributions through host buffers, and distributes the result
-through another one. Copies from a GPU, copies to it and its arithmetic run on separate streams, ordered by events, so
-that pieces are pipelined (`plan`). On CPU devices the same steps run on ordinary tensors, one after another.
+The GPU that combines a piece, its owner, receives the others' contributions through host buffers, and distributes the
+result through another one. Copies from a GPU, copies to it and its arithmetic run on separate streams. Every such
+buffer exists twice: while a piece is copied from one, the next piece is copied into the other. On CPU devices the same
+operations run on ordinary tensors, one after another.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer
-from gangline.collectives.devices.backends.pipeline import Buffer, Piece, PipelineStep, StreamKey, plan
-from gangline.collectives.engine import reduction
+from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer, in_slices, join
+from gangline.collectives.engine import host_staging, reduction
 
 PIECE = 4 << 20
 """Bytes of a piece: smaller pieces idle the bus between copies, larger ones lengthen fill and drain."""
-_ALIGN = 16  # elements
+_STAGES = 5  # of `Staged._stages`
+
+_Use = Literal["out", "in", "compute"]
+"""What a stream does: copies to the host, copies from the host, or arithmetic, on the caller's current stream."""
 
 
-@dataclass(frozen=True)
-class StagedWork:
-    """Tensors of a piece, 1-D and of one length, by position."""
+class Buffer:
+    """Memory that operations on several streams use, and the events after which it can be read or written."""
 
-    piece: Piece
-    values: Sequence[Tensor]
-    total: Tensor
-    outs: dict[int, Tensor]
-
-
-class Workspace:
-    """Executor of the pipeline's steps, and its buffers, which are allocated on first use and kept."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
-        self._buffers: dict[Buffer, Tensor] = {}
-
-    def make(self, steps: Sequence[PipelineStep]) -> None:
-        """Allocate the buffers of these steps."""
-        for step in steps:
-            for buffer in (*step.reads, *step.writes):
-                if buffer.kind != "tensor" and buffer not in self._buffers:
-                    self._buffers[buffer] = self._allocate(buffer)
-
-    @torch.inference_mode(mode=False)
-    def _allocate(self, buffer: Buffer) -> Tensor:
-        device = self._devices[buffer.position]
-        if buffer.kind == "device":
-            return torch.empty(PIECE, dtype=torch.uint8, device=device)
-        return torch.empty(PIECE, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
-
-    def do(self, step: PipelineStep, work: StagedWork, op: str) -> None:
-        """Launch a step on the current streams."""
-        if step.kind == "combine":
-            self._combine(step, work, op)
-            return
-        [source] = [self._tensor(buffer, work, is_read=True) for buffer in step.reads]
-        [target] = [self._tensor(buffer, work, is_read=False) for buffer in step.writes]
-        target.copy_(source, non_blocking=True)
-
-    def _combine(self, step: PipelineStep, work: StagedWork, op: str) -> None:
-        copied = {buffer.source: buffer for buffer in step.reads if buffer.kind == "device"}
-        values = [
-            self._tensor(copied[position], work, is_read=True) if position in copied else value
-            for position, value in enumerate(work.values)
-        ]
-        if values:
-            reduction.combine(values, op, work.total, len(values) if op == "mean" else 1)
-        for position, out in work.outs.items():
-            if position not in work.piece.targets:  # on the owner's device
-                out.copy_(work.total)
-
-    def _tensor(self, buffer: Buffer, work: StagedWork, *, is_read: bool) -> Tensor:
-        if buffer.kind != "tensor":
-            return self._buffers[buffer][: work.total.nbytes].view(work.total.dtype)
-        if buffer.position == work.piece.owner:
-            return work.total
-        return work.values[buffer.position] if is_read else work.outs[buffer.position]
+    def __init__(self, memory: Tensor, written: Sequence[torch.cuda.Event] = ()) -> None:
+        self.memory = memory
+        self.tensor = memory
+        """View of the memory for the values of a piece."""
+        self.written = written
+        """Event of the last write, if any."""
+        self.read: list[torch.cuda.Event] = []
+        """Events of the reads since then, each of which has waited for the write."""
 
 
 class Staged(Backend):
     """Collectives through the host, in the order of the positions; float16 and bfloat16 in float32, rounded once.
 
-    All GPUs combine the pieces of an all-reduce in turn. Pinned host memory: up to 4 pieces per GPU and 4 for results;
+    All GPUs combine the pieces of an all-reduce in turn. Pinned host memory: up to 2 pieces per GPU and 2 for results;
     each GPU needs as much for received contributions.
     """
 
@@ -95,9 +53,8 @@ class Staged(Backend):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__(devices)
         self._lock = threading.Lock()  # threads share the buffers
-        self._workspace = Workspace(self.devices)
+        self._buffers: defaultdict[tuple[str, int, int], deque[Buffer]] = defaultdict(deque)
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-        self._last: list[torch.cuda.Event] = []  # after these events the previous call's buffers are free
 
     @classmethod
     def unsupported_reason(cls, devices: Sequence[torch.device]) -> str:  # noqa: D102  inherited
@@ -106,69 +63,118 @@ class Staged(Backend):
     def all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:  # noqa: D102  inherited
         with Flattened() as flattened:
             flats = [flattened.written(tensor) for tensor in tensors]
-            owners = [
-                position
-                for position in range(len(flats))
-                if not any(self._same_device(position, other) for other in range(position))
-            ]
-            works = []
-            for number, part in enumerate(cut(flats[0], len(owners))):
-                owner = owners[number % len(owners)]
-                pieces = [flat[part] for flat in flats]
-                outs = {position: piece for position, piece in enumerate(pieces) if position != owner}
-                works.append(self._work(owner, pieces, pieces[owner], outs))
-            self._run(works, op)
+            count = max(len(self.owners), -(-flats[0].nbytes // PIECE))
+            self._run(in_slices(flats, [*self.owners.values()], count), op)
 
     def move(self, transfers: Sequence[Transfer], op: str = "sum") -> None:  # noqa: D102  inherited
+        pieces: list[Transfer] = []
         with Flattened() as flattened:
-            works = []
             for values, total, outs in flattened.transfers(transfers):
-                owner = self.devices.index(total.device)
-                for part in cut(total, 1):
-                    given = {position: out[part] for position, out in enumerate(outs)}
-                    works.append(self._work(owner, [value[part] for value in values], total[part], given))
-            self._run(works, op)
+                step = PIECE // total.itemsize
+                for start in range(0, len(total), step):
+                    part = slice(start, start + step)
+                    pieces.append(([one[part] for one in values], total[part], [one[part] for one in outs]))
+            self._run(pieces, op)
 
-    def _work(self, owner: int, values: Sequence[Tensor], total: Tensor, outs: dict[int, Tensor]) -> StagedWork:
-        others = {position: out for position, out in outs.items() if out.data_ptr() != total.data_ptr()}
-        sources = tuple(position for position in range(len(values)) if not self._same_device(position, owner))
-        targets = tuple(position for position in others if not self._same_device(position, owner))
-        combines = bool(values) or len(targets) < len(others)
-        return StagedWork(Piece(owner, sources, targets, combines), values, total, others)
-
-    def _same_device(self, position: int, owner: int) -> bool:
-        """Return whether the owner's stream can access a position's tensors; distinct CPU positions never qualify."""
+    def _are_near(self, position: int, other: int) -> bool:
+        """Return whether one stream can access the tensors of both positions: they are the same, or on one GPU."""
         device = self.devices[position]
-        return position == owner or (device.type == "cuda" and device == self.devices[owner])
+        return position == other or (device.type == "cuda" and device == self.devices[other])
 
-    def _run(self, works: Sequence[StagedWork], op: str) -> None:
+    def _run(self, pieces: Sequence[Transfer], op: str) -> None:
+        """Run pieces after the work on the GPUs' current streams, and make these streams wait for them.
+
+        A piece is one stage behind the previous piece. Operations are enqueued in this order, so no stream is idle
+        while a piece is on another.
+        """
         with self._lock:
-            steps = plan([work.piece for work in works])
-            self._workspace.make(steps)
             gpus = {device for device in self.devices if device.type == "cuda"}
             streams = [self._stream(device, use) for device in gpus for use in ("out", "in")]
-            begun = [torch.cuda.current_stream(device).record_event() for device in gpus] + self._last
-            for stream in streams:
-                _wait(stream, begun)
-            events: list[torch.cuda.Event] = []
-            for step in steps:
-                own_stream = self._stream_of(step.stream)
-                if own_stream is not None:
-                    _wait(own_stream, [events[number] for number in step.waits])
-                with torch.cuda.stream(own_stream):
-                    self._workspace.do(step, works[step.piece], op)
-                if own_stream is not None:
-                    events.append(own_stream.record_event())
-            ended = [stream.record_event() for stream in streams]
-            for device in gpus:
-                _wait(torch.cuda.current_stream(device), ended)
-            self._last = [torch.cuda.current_stream(device).record_event() for device in gpus]
+            callers = [torch.cuda.current_stream(device) for device in gpus]
+            join(streams, callers)
+            stages = [self._stages(*piece, op) for piece in pieces]
+            for newest in range(len(pieces) + _STAGES - 1):
+                for of_piece in stages[max(0, newest - _STAGES + 1) : newest + 1]:
+                    next(of_piece, None)
+            join(callers, streams)
 
-    def _stream_of(self, key: StreamKey) -> torch.cuda.Stream | None:
-        device = self.devices[key.position]
+    def _stages(self, values: Sequence[Tensor], total: Tensor, outs: Sequence[Tensor], op: str) -> Iterator[None]:
+        """Run a piece: its values to the host, to the owner, combined, to the host, and to the other devices."""
+        owner = self.owners[total.device]
+        targets = {position: out for position, out in enumerate(outs) if out.data_ptr() != total.data_ptr()}
+        near = [targets.pop(position) for position in list(targets) if self._are_near(position, owner)]
+        sources = [position for position in range(len(values)) if not self._are_near(position, owner)]
+        result, inputs = Buffer(total), list(values)
+
+        on_host = [self._next_buffer("value", position, position, total) for position in sources]
+        for position, buffer in zip(sources, on_host, strict=True):
+            self._copy(position, "out", Buffer(values[position]), buffer)
+        yield
+        received = [self._next_buffer("received", owner, position, total) for position in sources]
+        for position, source, buffer in zip(sources, on_host, received, strict=True):
+            self._copy(owner, "in", source, buffer)
+            inputs[position] = buffer.tensor
+        yield
+        if values or near:
+            self._enqueue(owner, "compute", received, result, partial(_combine, inputs, op, total, near))
+        yield
+        if targets:
+            shared = self._next_buffer("result", owner, owner, total)
+            self._copy(owner, "out", result, shared)
+        yield
+        for position, out in targets.items():
+            self._copy(position, "in", shared, Buffer(out))
+
+    def _copy(self, position: int, use: _Use, source: Buffer, target: Buffer) -> None:
+        copy = partial(target.tensor.copy_, source.tensor, non_blocking=True)
+        self._enqueue(position, use, [source], target, copy)
+
+    def _enqueue(
+        self, position: int, use: _Use, read: Sequence[Buffer], written: Buffer, operation: Callable[[], object]
+    ) -> None:
+        """Run an operation on a stream of a position's device, after those that wrote or used its memory before."""
+        device = self.devices[position]
         if device.type == "cpu":
-            return None
-        return torch.cuda.current_stream(device) if key.use == "compute" else self._stream(device, key.use)
+            operation()
+            return
+        stream = torch.cuda.current_stream(device) if use == "compute" else self._stream(device, use)
+        for events in (*(buffer.written for buffer in read), written.read or written.written):
+            for event in events:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            operation()
+        done = stream.record_event()
+        for buffer in read:
+            buffer.read.append(done)
+        written.written, written.read = [done], []
+
+    def _next_buffer(
+        self, kind: Literal["value", "received", "result"], position: int, source: int, like: Tensor
+    ) -> Buffer:
+        """Return the one of two buffers that was used longer ago, with a tensor like another one.
+
+        Args:
+            kind: what it holds; received values are on the device of ``position``, the others are on the host.
+            position: position whose device writes the memory.
+            source: position whose values it holds.
+            like: tensor of at most `PIECE` bytes.
+        """
+        pair = self._buffers[kind, position, source]
+        if len(pair) < 2:
+            pair.append(self._allocate(self.devices[position], on_host=kind != "received"))
+        else:
+            pair.rotate()
+        pair[-1].tensor = pair[-1].memory[: like.nbytes].view(like.dtype)
+        return pair[-1]
+
+    @torch.inference_mode(mode=False)
+    def _allocate(self, device: torch.device, *, on_host: bool) -> Buffer:
+        if device.type == "cpu":
+            return Buffer(torch.empty(PIECE, dtype=torch.uint8, device=device))
+        if on_host:
+            return Buffer(host_staging.pinned_memory(PIECE, torch.uint8))
+        memory = torch.empty(PIECE, dtype=torch.uint8, device=device)
+        return Buffer(memory, [torch.cuda.current_stream(device).record_event()])  # earlier work may still use it
 
     def _stream(self, device: torch.device, use: str) -> torch.cuda.Stream:
         if (device, use) not in self._streams:
@@ -176,13 +182,8 @@ class Staged(Backend):
         return self._streams[device, use]
 
 
-def cut(tensor: Tensor, positions: int) -> list[slice]:
-    """Return slices of a 1-D tensor: at most `PIECE` bytes each, and small enough that each position gets one."""
-    share = -(-len(tensor) // (positions * _ALIGN)) * _ALIGN
-    step = max(1, min(share, PIECE // tensor.itemsize))
-    return [slice(start, min(start + step, len(tensor))) for start in range(0, len(tensor), step)]
-
-
-def _wait(stream: torch.cuda.Stream, events: Iterable[torch.cuda.Event]) -> None:
-    for event in events:
-        stream.wait_event(event)
+def _combine(values: Sequence[Tensor], op: str, total: Tensor, outs: Sequence[Tensor]) -> None:
+    if values:
+        reduction.combine(values, op, total, len(values) if op == "mean" else 1)
+    for out in outs:
+        out.copy_(total)

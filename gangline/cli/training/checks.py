@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from gangline.collectives.errors import UsageError
 from gangline.models.data.batches import (
     Batch,
     as_batch,
@@ -23,6 +22,7 @@ from gangline.models.data.batches import (
 )
 from gangline.models.data.datasets import Splits
 from gangline.models.loss.explanation import check_classes
+from gangline.usage_error import UsageError
 
 
 def check_fits(network: nn.Module, sample: Batch, num_classes: int | None) -> int:

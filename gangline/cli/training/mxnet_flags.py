@@ -7,7 +7,7 @@ from typing import Any
 
 import typer.core
 
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 _SWITCHES = {"--benchmark": ["--dataset", "random"], "--test-io": ["--test-io"]}
 """Words for MXNet's flags that have a value 0 or 1."""

@@ -11,7 +11,7 @@ import typer
 
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import DeviceOptions, JsonFile, check_network, metrics_of, write_json
-from gangline.collectives.errors import UsageError
+from gangline.usage_error import UsageError
 
 if TYPE_CHECKING:
     from gangline.models.module import Module

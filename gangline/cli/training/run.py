@@ -27,14 +27,13 @@ from gangline.cli.options import (
 )
 from gangline.cli.training.checks import check_counts, check_fits, check_labels, first_sample
 from gangline.cli.training.options import Plots, TrainOptions
-from gangline.collectives.context import Context
-from gangline.collectives.environments.restart import restart_number
-from gangline.collectives.errors import UsageError
 from gangline.kvstore import KVStore, create
+from gangline.kvstore.context import Context
 from gangline.kvstore.default_store import default_store, job_store, num_workers
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.registry import IN_PROCESS
+from gangline.kvstore.restart_variables import restart_number
 from gangline.launcher.restarts import CHECKPOINTED, DIVERGED
 from gangline.models import import_by_name
 from gangline.models.checkpoint.checkpoint import epochs, paths_of, read_metadata
@@ -49,6 +48,7 @@ from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_o
 from gangline.models.module import Module
 from gangline.models.reports.page import TrainingProgress
 from gangline.models.zoo import registry, transfer
+from gangline.usage_error import UsageError
 
 _HALF = ("bfloat16", "float16")  # what forward computes in; weights stay float32
 _MOMENTUM = 0.9

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from gangline.collectives.environments.restart import RUN_ID, restart_number
+from gangline.collectives.environments.job_name import RUN_ID
 from gangline.collectives.host_files import opener
 from gangline.horovod.torch.calls import init, rank, size
 from gangline.horovod.torch.objects import broadcast_object
 from gangline.kvstore.group.objects import check_object, pack_object, unpack_object
+from gangline.kvstore.restart_variables import restart_number
 
 
 class State:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from gangline.collectives.environments.restart import LEAVING, PROCESS_RESTARTS, incarnation
 from gangline.collectives.errors import (
     DeadNodeError,
     GanglineError,
@@ -27,15 +26,16 @@ from gangline.collectives.errors import (
     name_ranks,
 )
 from gangline.collectives.limits import JOIN_REPORT_SECONDS, limits
-from gangline.collectives.liveness.clock import ClockOffset
 from gangline.collectives.liveness.process_state import this_process
 from gangline.collectives.timeline import recorder
+from gangline.collectives.timeline.clock import ClockOffset
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address, start_echo
 from gangline.kvstore.parameter_server.transport.poller import Poller
+from gangline.kvstore.restart_variables import LEAVING, PROCESS_RESTARTS, incarnation
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100

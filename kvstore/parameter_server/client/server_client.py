@@ -18,13 +18,13 @@ import zmq
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
-from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_socket import Part, Wait, publish, withdraw
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
+from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.remote_errors import hint, make_error
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request

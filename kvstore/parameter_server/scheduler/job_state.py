@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from gangline.collectives import hooks
 from gangline.collectives.errors import ProtocolError, name_ranks
-from gangline.collectives.liveness.status_query import places_of_workers
 from gangline.collectives.liveness.status_socket import Wait
 from gangline.kvstore.group.remote_errors import differing, refused
 from gangline.kvstore.parameter_server import protocol
@@ -311,7 +311,7 @@ class JobState:
                 self.warned.add(number)
                 present = self.collectives[number]
                 name, missing = next(iter(present.values())).name, self.active(number) - present.keys()
-                waits_for = f"{name_ranks(missing)}{places_of_workers(missing)}"
+                waits_for = f"{name_ranks(missing)}{hooks.places(workers=missing)}"
                 warnings.append(f"{name} waits for {waits_for}; present: {name_ranks(present.keys())}")
         return warnings
 

@@ -9,15 +9,6 @@ from collections.abc import Iterable
 
 import zmq
 
-from gangline.collectives.environments.restart import (
-    ENTERED,
-    KEPT_MEMORY,
-    LAUNCHER_FD,
-    LOST,
-    PROCESS_RESTARTS,
-    elastic_bounds,
-    incarnation,
-)
 from gangline.collectives.errors import ProtocolError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
@@ -31,6 +22,15 @@ from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Memb
 from gangline.kvstore.parameter_server.transport.client_channel import ECHO
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
+from gangline.kvstore.restart_variables import (
+    ENTERED,
+    KEPT_MEMORY,
+    LAUNCHER_FD,
+    LOST,
+    PROCESS_RESTARTS,
+    elastic_bounds,
+    incarnation,
+)
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100

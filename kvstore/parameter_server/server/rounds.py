@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gangline.collectives import hooks
 from gangline.collectives.errors import DeadNodeError, MismatchError, name_ranks
 from gangline.collectives.limits import limits
-from gangline.collectives.liveness.status_query import places_of_workers
 from gangline.collectives.liveness.status_socket import Wait
 from gangline.collectives.timeline import recorder
 from gangline.kvstore.optimizer.spec import Key
@@ -442,7 +442,7 @@ class ShardRounds:
         warnings.discard("")
         if warnings:
             late = {int(name.removeprefix("worker ")) for wait in self.waits() for name in wait["missing"]}
-            places = places_of_workers(late)
+            places = hooks.places(workers=late)
             for text in sorted(warnings):  # shards of one key give the same text
                 _log.warning("%s%s", text, places)
 

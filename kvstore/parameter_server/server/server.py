@@ -15,13 +15,12 @@ import msgpack
 import torch
 from torch import Tensor
 
-from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
-from gangline.collectives.host_memory import keep_freed_memory
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.compression import Compression, parse
+from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.kvstore.parameter_server import environment, protocol
@@ -36,6 +35,7 @@ from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned, region_of
+from gangline.kvstore.restart_variables import KEPT_MEMORY
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gangline import KVStore, kvstore
-from gangline.collectives.environments.restart import KEPT_MEMORY
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key
@@ -24,6 +23,7 @@ from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
+from gangline.kvstore.restart_variables import KEPT_MEMORY
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Bare
 from tests.kvstore.parameter_server import digits

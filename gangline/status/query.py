@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,7 +19,6 @@ from gangline.collectives.environments.job_name import job_name
 from gangline.collectives.liveness.status_socket import PREFIX, Part
 from gangline.collectives.transports import unix_sockets
 
-_log = logging.getLogger("gangline")
 _MOST_THREADS = 16
 _PLACE_SECONDS = 0.3
 _MOST_PLACES = 4
@@ -28,7 +26,7 @@ _STATES = {"T": "stopped", "t": "stopped", "Z": "ended", "D": "waits for a disk"
 _LISTENING = re.compile(
     rf"^\S+ \S+ \S+ 00010000 \S+ \S+ +(\d+) @({re.escape(PREFIX)}\d+-[\x21-\x7e]*)$".encode(), re.MULTILINE
 )
-_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]), "<frozen ")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[1]), "<frozen ")
 
 
 @dataclass(frozen=True)
@@ -87,27 +85,12 @@ def statuses(
     return sorted(answers, key=lambda one: (one.job, one.name.rstrip("0123456789"), len(one.name), one.name))
 
 
-def places_of_workers(ranks: Iterable[int]) -> str:
-    """Return positions of this job's workers on this host, for a warning; "" if unknown."""
-    names = {f"worker {rank}" for rank in ranks}
-    job = job_name()
-    return _locations(lambda name, _: name in names, lambda status: status.job == job)
-
-
-def places_of_processes(processes: Collection[int]) -> str:
-    """Return positions of the main threads of processes of this host, for an error; "" if unknown."""
-    return _locations(lambda _, process: process in processes)
-
-
-def _locations(
-    is_wanted: Callable[[str, int], bool], is_shown: Callable[[ProcessStatus], bool] = lambda _status: True
-) -> str:
-    try:
-        found = [status for status in statuses(_PLACE_SECONDS, is_wanted) if is_shown(status)]
-        texts = [f"{status.name} {status.doing}" for status in found[:_MOST_PLACES]]
-    except Exception as error:  # noqa: BLE001  a text must not end the wait that it explains
-        _log.info("the places of late processes are unknown: %r", error)
-        return ""
+def places(workers: Collection[int], processes: Collection[int]) -> str:
+    """Return positions of this job's workers and of processes on this host, for an error; "" if unknown."""
+    names, job = {f"worker {rank}" for rank in workers}, job_name()
+    found = statuses(_PLACE_SECONDS, lambda name, process: name in names or process in processes)
+    shown = [status for status in found if status.process in processes or status.job == job]
+    texts = [f"{status.name} {status.doing}" for status in shown[:_MOST_PLACES]]
     return f" ({'; '.join(texts)})" if texts else ""
 
 

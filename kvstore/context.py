@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gangline.collectives.devices.device_group import check_gpus
 from gangline.collectives.environments import local_rank
 
 _ONE = re.compile(r"(cpu|gpu)\((\d+)\)|(cpu|cuda):(\d+)|(\d+)")
@@ -89,7 +90,7 @@ def contexts(spec: Device | Sequence[Device] = "auto") -> list[Context]:
         found = [_one(spec, spec)]
     if not found:
         raise ValueError("context is empty; expected at least one, such as [cpu(0)]")
-    _check_present(found)
+    check_gpus([one.device_id for one in found if one.device_type == "gpu"])
     return found
 
 
@@ -130,14 +131,3 @@ def _parse(words: str) -> list[Context]:
                 "'cpu(0),cpu(1)', 'auto', 'cpu', 'gpu', 'multi-gpu' or 'parallel'"
             )
     return found
-
-
-def _check_present(wanted: Sequence[Context]) -> None:
-    if not any(one.device_type == "gpu" for one in wanted):
-        return
-    available = num_gpus()
-    missing = [str(one) for one in wanted if one.device_type == "gpu" and one.device_id >= available]
-    if missing:
-        there = ", ".join(str(gpu(index)) for index in range(available)) or "none"
-        are = "is" if len(missing) == 1 else "are"
-        raise ValueError(f"{', '.join(missing)} {are} not on this machine; the GPUs here: {there}")

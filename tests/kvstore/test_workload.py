@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gangline import split_batch
-from gangline.collectives.workload import check_work_load_list
+from gangline.kvstore.workload import check_work_load_list
 
 modest = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 
+from gangline.collectives.environments.job_name import RUN_ID
+
 RESTART = "GANGLINE_RESTART"
 """Variable with the number of restarts of the job."""
-RUN_ID = "GANGLINE_RUN_ID"
-"""Variable with a name of the job that restarts do not change."""
-
 
 INCARNATION = "GANGLINE_INCARNATION"
 """Variable with the number of restarts of this process alone."""

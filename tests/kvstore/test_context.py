@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gangline import Context, contexts, cpu, gpu
-from gangline.collectives.context import use_own_gpu
 from gangline.collectives.environments import local_rank
+from gangline.kvstore.context import use_own_gpu
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
-from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.collectives.timeline.recorder import Timeline
-from gangline.collectives.transports.base import BootstrapAllGather
 
 _SAMPLES = 16
 _TIME = struct.Struct("<q")
@@ -32,12 +31,7 @@ class ClockOffset:
         self._timeline.set_offset(offset, error)
 
 
-def clock_identity() -> str:
-    """Return a text that is equal for processes that share the clock of `time.monotonic_ns`."""
-    return kernel_identity("time")
-
-
-def measure_offsets(rank: int, exchange: BootstrapAllGather, timeline: Timeline | None) -> None:
+def measure_offsets(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeline: Timeline | None) -> None:
     """Measure the offset to rank 0's clock. Collective.
 
     A rank knows that rank 0 read its clock after the rank's first exchange began, as that needs all ranks, and before

@@ -1,0 +1,27 @@
+"""Hooks: what collectives need of the folders above them, as imports go down only; `gangline/__init__.py` sets them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+_log = logging.getLogger("gangline")
+
+
+def _nothing(*_: object) -> str:
+    return ""
+
+
+watch_torch: Callable[[], object] = _nothing
+"""Record what torch does on each device, if a timeline is recorded."""
+find_places: Callable[[Collection[int], Collection[int]], str] = _nothing
+"""Return positions of workers and of processes."""
+
+
+def places(*, workers: Collection[int] = (), processes: Collection[int] = ()) -> str:
+    """Return positions of this job's workers and of processes on this host, for an error; "" if unknown."""
+    try:
+        return find_places(workers, processes)
+    except Exception as error:  # noqa: BLE001  a text must not end the wait that it explains
+        _log.info("the places of late processes are unknown: %r", error)
+        return ""
