@@ -64,6 +64,7 @@ class Situation(NamedTuple):
 SITUATIONS = {
     "small all_reduce": Situation(partial(all_reduce, 100), "all_reduce(100 x float32, sum)"),
     "large all_reduce": Situation(partial(all_reduce, 1 << 20), "all_reduce(1048576 x float32, sum)"),
+    "begun all_reduce": Situation(partial(_all_reduce_in_the_background, 1000), "all_reduce(1000 x float32, sum)"),
     "async all_reduce": Situation(partial(_all_reduce_in_the_background, 1 << 19), "all_reduce(524288 x float32, sum)"),
     "broadcast from it": Situation(partial(_broadcast, 0), "broadcast(524288 x float32, root {victim})"),
     "broadcast to it": Situation(partial(_broadcast, 1), "broadcast(524288 x float32, root {next})", False),

@@ -26,6 +26,7 @@ from tests.collectives.ranks import exchange_over, in_threads
 FRAMES_TO_SEND = 6
 FRAMES_TO_READ = 9
 CALLS = 2
+CALLS_IN_CHUNKS = 28
 ROUNDS = {"auto": 4, "shared_memory": 4, "ipc": 4, "tcp": 4}
 ROUNDS_OF_FALLBACK = 6
 
@@ -109,6 +110,30 @@ def _calls_of_small_collectives(comm: Communicator) -> dict[str, list[str]]:
 def test_a_collective_through_the_compiled_core_takes_few_python_calls() -> None:
     for shortest in spawn(_calls_of_small_collectives, 2, transport="shared_memory", timeout=60):
         assert all(1 < len(calls) <= CALLS for calls in shortest.values()), shortest
+
+
+def _calls_in_chunks(comm: Communicator) -> list[str]:
+    tensor, found = torch.ones(1 << 22), list[list[str]]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found[-1].append(frame.f_code.co_qualname)
+
+    gc.disable()
+    for _ in range(24):  # of which rank 0 chooses the path of eight at a time
+        comm.barrier()
+        found.append([])
+        sys.setprofile(note)
+        comm.all_reduce(tensor)
+        sys.setprofile(None)
+    gc.enable()
+    return min((calls for calls in found if "_reduce" not in calls), key=len)
+
+
+@pytest.mark.skipif(not has_collectives, reason=f"gangline._core is not here: {problem}")
+def test_a_large_all_reduce_through_the_compiled_core_takes_few_python_calls() -> None:
+    for calls in spawn(_calls_in_chunks, 2, transport="shared_memory", timeout=60, threads=1):
+        assert 1 < len(calls) <= CALLS_IN_CHUNKS, calls
 
 
 class _Copies(TorchDispatchMode):
