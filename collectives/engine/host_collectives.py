@@ -64,9 +64,7 @@ class HostCollectives:
         plan = self._plans[key]
         if plan is not None:
             with RunningCall(self._engine, call.code) as message_tag:
-                chunks, out = self._staged(call, plan)
-                run(plan.steps, self._transport, chunks, message_tag, call.op or "sum", self._divisor(call))
-                self._finish(call, chunks, out)
+                self._by_schedule(call, plan, message_tag)
         elif call.nbytes > SLOT_BYTES:
             self._large(call)
         else:
@@ -104,17 +102,12 @@ class HostCollectives:
     def _by_schedule(self, call: Call, plan: Plan, message_tag: MessageTag) -> int:
         """Run the steps of a plan, and return when the first message had arrived (`executor.run`)."""
         chunks, out = self._staged(call, plan)
-        arrived = run(plan.steps, self._transport, chunks, message_tag, call.op or "sum", self._divisor(call))
-        self._finish(call, chunks, out)
-        return arrived
-
-    def _divisor(self, call: Call) -> int:
-        return self._size if call.op == "mean" else 1
-
-    def _finish(self, call: Call, chunks: Chunks, out: Tensor | None) -> None:
+        divisor = self._size if call.op == "mean" else 1
+        arrived = run(plan.steps, self._transport, chunks, message_tag, call.op or "sum", divisor)
         chunks.finish()
         if call.result is not None and out is not None:
             write_back(call.result, out)
+        return arrived
 
     def _staged(self, call: Call, plan: Plan) -> tuple[Chunks, Tensor | None]:
         """Return the memory of a plan's chunks, and that of this rank's result, which `write_back` takes."""
