@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from functools import reduce as reduce_values
 from inspect import signature
 from sys import getrefcount
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -344,6 +345,14 @@ def _new_rows(size: int, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tens
     return (tensor, tensor.new_empty((size, *shape))) if len(outs) == size else (None, None)
 
 
+def _references() -> int:
+    """Return the count of references to an object that only one attribute and one local variable hold."""
+    holder = SimpleNamespace(finished=FinishedWork())
+    finished = holder.finished
+    return getrefcount(finished)
+
+
+_UNSHARED = _references()  # depends on the version of Python
 _PAIR, _LISTS = "output tensor", "outputs inputs"  # names of parameters
 
 
@@ -443,7 +452,7 @@ def _method_of(row: _Row) -> Callable[..., Any]:
                         for one, values in zip(args[0][0], out, strict=True):
                             one.data.copy_(values)
                     finished = self._finished
-                    if getrefcount(finished) > 3 or finished._future is not None:  # the caller keeps it, or its future
+                    if getrefcount(finished) > _UNSHARED or finished._future is not None:  # a caller keeps it
                         finished = self._finished = FinishedWork()
                     finished._tensors = args[0] if args else ()
                     return finished

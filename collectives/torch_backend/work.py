@@ -113,7 +113,7 @@ class GroupWork(TorchWork):
         try:
             self._work.wait(limit)
         except TimeoutError as error:
-            if self._work.is_completed():
+            if self._work.exception() is error:
                 raise
             late = StallError(str(error))
             if self._give_up is not None and not is_callers:
