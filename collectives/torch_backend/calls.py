@@ -12,6 +12,7 @@ from inspect import signature
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -448,13 +449,17 @@ def _method_of(row: _Row) -> Callable[..., Any]:
                     is_over = not (tensor.is_sparse or has_modes()) and self._run_now(name, function)
                 if is_over:
                     self._calls += 1
-                    if rows is _new_rows and out is not None:
-                        for one, values in zip(args[0][0], out, strict=True):
-                            one.data.copy_(values)
+                    if rows is _new_rows:
+                        if out is not None:
+                            for one, values in zip(args[0][0], out, strict=True):
+                                one.data.copy_(values)
+                        finished = FinishedWork()
+                        finished._tensors = args[0]
+                        return finished
                     finished = self._finished
                     if getrefcount(finished) > _UNSHARED or finished._future is not None:  # a caller keeps it
                         finished = self._finished = FinishedWork()
-                    finished._tensors = args[0] if args else ()
+                    finished._tensors = () if tensor is opts else ref(args[0] if rows is not None else tensor)
                     return finished
             elif is_here and rows is not _new_rows and (tensor is opts or tensor.numel() <= _SMALL_ELEMENTS):
                 begun = self.communicator.begin_small(small, tensor, out, option)
