@@ -64,7 +64,9 @@ class HostCollectives:
         plan = self._plans[key]
         if plan is not None:
             with RunningCall(self._engine, call.code) as message_tag:
-                self._by_schedule(call, plan, message_tag)
+                chunks, out = self._staged(call, plan)
+                run(plan.steps, self._transport, chunks, message_tag, call.op or "sum", self._divisor(call))
+                self._finish(call, chunks, out)
         elif call.nbytes > SLOT_BYTES:
             self._large(call)
         else:
@@ -102,12 +104,17 @@ class HostCollectives:
     def _by_schedule(self, call: Call, plan: Plan, message_tag: MessageTag) -> int:
         """Run the steps of a plan, and return when the first message had arrived (`executor.run`)."""
         chunks, out = self._staged(call, plan)
-        divisor = self._size if call.op == "mean" else 1
-        arrived = run(plan.steps, self._transport, chunks, message_tag, call.op or "sum", divisor)
+        arrived = run(plan.steps, self._transport, chunks, message_tag, call.op or "sum", self._divisor(call))
+        self._finish(call, chunks, out)
+        return arrived
+
+    def _divisor(self, call: Call) -> int:
+        return self._size if call.op == "mean" else 1
+
+    def _finish(self, call: Call, chunks: Chunks, out: Tensor | None) -> None:
         chunks.finish()
         if call.result is not None and out is not None:
             write_back(call.result, out)
-        return arrived
 
     def _staged(self, call: Call, plan: Plan) -> tuple[Chunks, Tensor | None]:
         """Return the memory of a plan's chunks, and that of this rank's result, which `write_back` takes."""
@@ -125,8 +132,8 @@ class HostCollectives:
             read = every
         given = None if values is None else Region(values, read)
         result = None if out is None else Region(out, written)
-        is_copy = values is not flat
-        if given is not None and result is not None and not is_copy and overlap([given.flat], [result.flat]):
+        is_copy, is_same = values is not flat, values is out and read == written
+        if given and result and not (is_copy or is_same) and overlap([given.flat], [result.flat]):
             is_copy = not (is_at(given, result) or is_at(result, given))
             given = Region(given.flat.clone(), read) if is_copy else given
         count = call.nbytes // call.first.itemsize * (size if rule.out_rows and not rule.in_rows else 1)
