@@ -27,7 +27,7 @@ Every rank copies its tensor into shared memory and, after one synchronisation, 
 engine implements it without a schedule.
 """
 SHARED_LIMIT = SLOT_BYTES
-"""Maximum bytes of a rank's tensor for the shared exchange."""
+"""Maximum bytes of a rank's tensor for the slots."""
 TRANSPORTS = ("shared_memory", "ipc", "tcp", "in_process")
 """Names of the transports; `connect` also accepts "auto"."""
 TUNED = tuple(algorithms.REGISTRY)
@@ -94,21 +94,21 @@ class Table:
             size: number of ranks.
             transport: one of `TRANSPORTS`.
             hosts: number of hosts.
-            streams: whether the shared exchange can take tensors of any size, in chunks; without a measurement, two
+            streams: whether the slots can take tensors of any size, in chunks; without a measurement, two
                 ranks do so.
 
         Returns:
             "shared", or an algorithm that `gangline.collectives.algorithms.build` accepts for the collective.
         """
         key = (collective, transport, size, hosts)
-        found = self._ready.get(key)
-        if found is None:
+        ready = self._ready.get(key)
+        if ready is None:
             rules = self._rules_at(TableKey(*key))
-            found = [rule.nbytes for rule in rules if rule.nbytes is not None], [rule.choice for rule in rules]
-            self._ready[key] = found
+            ready = [rule.nbytes for rule in rules if rule.nbytes is not None], [rule.choice for rule in rules]
+            self._ready[key] = ready
         if streams and nbytes > SHARED_LIMIT and size == 2 and not (key in self.rules or collective in self.forced):
             return Choice(SLOTS)
-        limits, choices = found
+        limits, choices = ready
         return choices[bisect_left(limits, nbytes)]
 
     def shared_up_to(self, collective: str, size: int, transport: str, hosts: int) -> int:
@@ -230,7 +230,7 @@ def without_slots(collective: str) -> str:
 
 
 def shared_serves(nbytes: int, transport: str, hosts: int) -> bool:
-    """Return whether the shared exchange can take a tensor of ``nbytes`` bytes."""
+    """Return whether the slots can take a tensor of ``nbytes`` bytes."""
     return nbytes <= SHARED_LIMIT and hosts == 1 and transport in _IN_MEMORY
 
 
@@ -266,7 +266,7 @@ def forced_algorithms(words: str) -> dict[str, Choice]:
     Raises:
         ValueError: if a collective or its algorithm is unknown, or the number of segments is invalid.
     """
-    found: dict[str, Choice] = {}
+    forced: dict[str, Choice] = {}
     for word in filter(None, (word.strip() for word in words.split(","))):
         collective, equals, named = word.rpartition("=")
         algorithm, colon, segments = named.partition(":")
@@ -275,18 +275,18 @@ def forced_algorithms(words: str) -> dict[str, Choice]:
         choice = Choice(algorithm, int(segments) if colon else 1)
         if equals:
             _check_choice(collective, choice, "GANGLINE_ALGO: ")
-            found[collective] = choice
+            forced[collective] = choice
             continue
         having = [each for each in TUNED if algorithm in names(each)]
         if not having:
             every = sorted({name for each in TUNED for name in names(each)})
             raise ValueError(f"GANGLINE_ALGO has {word!r}; expected names out of {', '.join(every)}")
-        found.update(dict.fromkeys(having, choice))
-    return found
+        forced.update(dict.fromkeys(having, choice))
+    return forced
 
 
 def names(collective: str) -> tuple[str, ...]:
-    """Return the choices for a collective: the shared exchange and its algorithms.
+    """Return the choices for a collective: the slots and its algorithms.
 
     Raises:
         ValueError: if the collective has none.

@@ -111,8 +111,8 @@ class UnevenAllToAll:
 
     def _slots(self, dtype: torch.dtype) -> list[list[Tensor]]:
         """Return the part of the slots that holds rows, after the header."""
-        found = self._rows.get(dtype)
-        if found is None:
+        rows = self._rows.get(dtype)
+        if rows is None:
             slot_exchange = self._engine.resources.slot_exchange
             assert slot_exchange is not None
             words = 2 * self._size + 1
@@ -120,8 +120,8 @@ class UnevenAllToAll:
             whole = slot_exchange.slots(min(begin + _INLINE_BYTES, SLOT_BYTES), torch.uint8)
             self._headers = [[slot.numpy()[: 8 * words].view(np.int64) for slot in of_parity] for of_parity in whole]
             with torch.inference_mode(mode=False):  # they are kept
-                found = self._rows[dtype] = [[slot[begin:].view(dtype) for slot in of_parity] for of_parity in whole]
-        return found
+                rows = self._rows[dtype] = [[slot[begin:].view(dtype) for slot in of_parity] for of_parity in whole]
+        return rows
 
 
 def _mismatch(table: _Table) -> MismatchError | None:

@@ -159,8 +159,8 @@ class Watchdog:
 
     def _locations(self, ranks: Iterable[int]) -> str:
         """Return the positions of the main threads of ranks on this host."""
-        found = [self._membership.process_here(rank) for rank in ranks]
-        processes = {process for process in found if process is not None}
+        here = [self._membership.process_here(rank) for rank in ranks]
+        processes = {process for process in here if process is not None}
         return hooks.places(processes=processes) if processes else ""
 
     def _late_ranks(self) -> set[int]:

@@ -120,13 +120,13 @@ class Schedule:
 
         Sums are complete after that round: no schedule computes a partial sum last.
         """
-        found = np.full(self.chunks, -1, dtype=np.int64)
+        rounds = np.full(self.chunks, -1, dtype=np.int64)
         for number, tables in enumerate(self.rounds):
             for table in tables:
                 if table.reduce:
                     for first, last in {*zip(table.first.tolist(), table.last.tolist(), strict=True)}:
-                        found[first:last] = number
-        return found
+                        rounds[first:last] = number
+        return rounds
 
     def _tables(self) -> Iterator[Transfers]:
         return (table for tables in self.rounds for table in tables)
