@@ -14,7 +14,7 @@ from torch import Tensor
 from gangline.collectives import hooks
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
-from gangline.collectives.call_signature import COLLECTIVES, TABLE, Ranks, encode_signature
+from gangline.collectives.call_signature import COLLECTIVES, encode_signature
 from gangline.collectives.compiled_core import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -52,6 +52,8 @@ from gangline.collectives.work import Work
 
 _IN_PLACE = (ALL_REDUCE, BROADCAST)
 """Collectives that have a result on every rank, which may replace the tensor."""
+_TO_ROOT = (REDUCE, GATHER)
+"""Collectives that have a result at the root only."""
 _BARRIER_CODE = encode_signature("barrier", 0, torch.uint8, None, None)
 
 
@@ -419,11 +421,10 @@ class Communicator:
         call: Call | None = None
         result = tensor if out is None else out
         if number not in _IN_PLACE:
-            rule = TABLE[number]
-            if out is None and (rule.in_rows or rule.out_rows):  # the result cannot replace the tensor
+            if out is None and number != REDUCE:  # the result cannot replace the tensor
                 call = check_call(number, tensor, None, option, self.rank, self.size)
                 result = out = call.result
-            elif rule.writes is Ranks.ROOT and self.rank != (option[0] if rule.has_op else option):
+            elif number in _TO_ROOT and self.rank != (option[0] if number == REDUCE else option):
                 result = None
         if async_op:
             work = self.begin_small(number, tensor, out, option)
@@ -491,6 +492,8 @@ class Communicator:
     ) -> Work | None:
         """Begin a collective of `run_small` without a thread, unless one is in flight; None: nothing was done."""
         number = self._begin_core(collective, tensor, out, option)
+        if number == HELD and self._engine.is_idle():  # it is time to read announcements
+            number = self._engine.run_compiled(collective, tensor, out, option, begins=True)
         if number <= 0:
             return None
         return BegunWork(COLLECTIVES[collective], self._engine, number, tensor if out is None else out)

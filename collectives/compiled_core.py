@@ -12,8 +12,9 @@ from gangline.collectives.call_signature import DTYPES, OPS
 
 ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, GATHER, SCATTER, BARRIER = range(9)
 """Numbers of the collectives of the core: the first of `COLLECTIVES`."""
-DONE, NOT_YET, DECLINED, HELD = 0, -1, -3, -4
-"""Results of the functions of `_core.caller`: done; a rank is late; unsupported call; call that must take the lock."""
+DONE, NOT_YET, MISMATCHED, DECLINED, HELD = range(0, -5, -1)
+"""Results of the functions of `_core.caller`: done; a rank is late; a rank is in another call; unsupported call; call
+that must take the lock."""
 _DTYPES = DTYPES[: DTYPES.index(torch.bool)]  # supported by its functions, in the order of their numbers
 
 

@@ -215,6 +215,7 @@ typedef struct {
     int collective, root, reads, writes; /* whether this rank's tensor is read, and whether it gets a result */
     int by_part; /* 1: each rank reduces its part of a chunk and publishes it; 0: each reduces all */
     char *source, *out; /* the tensor and the result; NULL: none */
+    char *memory[2];    /* of both, as they were given; NULL: none, or not used */
 } Call;
 
 typedef struct {
@@ -510,11 +511,12 @@ static int is_one_of(int ranks, int is_root) {
 /* Set the root, and so whether this rank's tensor is read and written; 0 if it is not a rank. */
 static int set_root(Call *call, const Group *group, PyObject *root) {
     if (RULES[call->collective].has_root) {
-        call->root = Py_TYPE(root) == &PyLong_Type ? (int)PyLong_AsLong(root) : -1;
-        if (call->root < 0 || call->root >= group->size) {
+        const long rank = Py_TYPE(root) == &PyLong_Type ? PyLong_AsLong(root) : -1;
+        if (rank < 0 || rank >= group->size) {
             PyErr_Clear();
             return 0;
         }
+        call->root = (int)rank;
         call->code += (call->root + 1LL) << 40;
     }
     call->reads = is_one_of(RULES[call->collective].reads, call->root == group->rank);
@@ -546,6 +548,8 @@ static int describe_both(Call *call, const Group *group, PyObject *tensor, PyObj
     } else if (call->writes && (in_rows || out_rows)) return DECLINED;
     call->source = in.data;
     call->out = has_result ? out.data : in.data;
+    call->memory[0] = has_tensor && call->count ? in.data : NULL;
+    call->memory[1] = has_result && out_count ? out.data : NULL;
     return dtype;
 }
 
@@ -580,22 +584,38 @@ static Slots *slots_of(PyObject *bound) { return PyCapsule_GetPointer(PyTuple_Ge
 
 static int64_t *shared_of(PyObject *bound) { return (int64_t *)PyByteArray_AsString(PyTuple_GetItem(bound, 2)); }
 
+/* Return whether a tensor of a call that was begun has been freed, or has other memory. */
+static int has_moved(const Slots *slots) {
+    Tensor tensor;
+    int64_t count;
+    for (int i = 0; i < 2; i++)
+        if (slots->tensors[i] != NULL && slots->call.memory[i] != NULL &&
+            (describe(slots->tensors[i], &tensor, &count) < 0 || tensor.data != slots->call.memory[i]))
+            return 1;
+    return 0;
+}
+
 /* Go on until the collective is over; without "waits", only if no rank is late. An error leaves it unfinished. */
 static int finish(PyObject *bound, int waits) {
     Slots *slots = slots_of(bound);
     int64_t *shared = shared_of(bound);
-    int status = go_on(slots, waits);
-    while (waits && (status == NOT_YET || status == MISMATCHED)) {
+    for (;;) {
+        if (has_moved(slots)) {
+            if (waits)
+                PyErr_SetString(PyExc_ValueError, "the memory of its tensor was freed or replaced while a collective "
+                                                  "ran; expected that after wait()");
+            return MISMATCHED;
+        }
+        int status = go_on(slots, waits);
+        if (status == DONE && shared[BEGUN]) {
+            release_tensors(slots);
+            shared[BEGUN] = 0;
+        }
+        if (status == DONE || !waits) return status;
         PyObject *none = PyObject_CallNoArgs(PyTuple_GetItem(bound, 1));
         if (none == NULL) return status;
         Py_DECREF(none);
-        status = go_on(slots, waits);
     }
-    if (status == DONE && shared[BEGUN]) {
-        shared[BEGUN] = 0;
-        release_tensors(slots);
-    }
-    return status;
 }
 
 /* Return whether a call must take the lock: another thread holds it or runs a call, calls are queued, or it is time to
@@ -634,36 +654,31 @@ static int collective_of(PyObject *const *args, Py_ssize_t given) {
     return -1;
 }
 
-/* A caller that gives the most bytes of a tensor holds the lock and has counted the call. */
-static PyObject *run(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
+/* Publish a collective, and end it if "waits"; else leave it begun, unless the one before is not over. A caller that
+   gives the most bytes of a tensor holds the lock and has counted the call. */
+static PyObject *start(PyObject *bound, PyObject *const *args, Py_ssize_t given, int waits) {
+    Slots *slots = slots_of(bound);
     int64_t *shared = shared_of(bound);
-    const int collective = collective_of(args, given), counts = given == 4;
+    const int collective = collective_of(args, given), counts = given != 5;
     const int64_t most = counts ? -1 : PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) return NULL;
     if (is_held(shared, counts)) return PyLong_FromLong(HELD);
     shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
-    int64_t status = shared[BEGUN] ? finish(bound, 1) : DONE;
-    if (status == DONE) status = publish_call(bound, collective, args + 1, most, counts, 1);
-    if (status > 0) status = finish(bound, 1);
+    int64_t status = shared[BEGUN] ? finish(bound, waits) : DONE;
+    if (status == DONE) status = publish_call(bound, collective, args + 1, most, counts, waits);
+    else if (!waits) status = HELD;
+    if (status > 0 && waits) status = finish(bound, 1);
+    else if (status > 0) {
+        shared[BEGUN] = status;
+        for (int i = 0; i < 2; i++) slots->tensors[i] = Py_NewRef(args[1 + i]);
+    }
     shared[RUNNING] = 0;
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(status);
 }
 
-static PyObject *begin(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
-    int64_t *shared = shared_of(bound);
-    const int collective = collective_of(args, given);
-    if (collective < 0) return NULL;
-    if (is_held(shared, 1)) return PyLong_FromLong(HELD);
-    shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
-    int64_t status = shared[BEGUN] && finish(bound, 0) != DONE ? HELD : DONE;
-    if (status == DONE) status = publish_call(bound, collective, args + 1, -1, 1, 0);
-    if (status > 0) {
-        shared[BEGUN] = status;
-        for (int i = 0; i < 2; i++) slots_of(bound)->tensors[i] = Py_NewRef(args[1 + i]);
-    }
-    shared[RUNNING] = 0;
-    return PyLong_FromLongLong(status);
-}
+static PyObject *run(PyObject *bound, PyObject *const *args, Py_ssize_t given) { return start(bound, args, given, 1); }
+
+static PyObject *begin(PyObject *bound, PyObject *const *args, Py_ssize_t given) { return start(bound, args, given, 0); }
 
 static PyObject *end(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
     if (given != 2) return PyErr_Format(PyExc_TypeError, "expected number, waits");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from gangline.collectives.compiled_core import BEGUN
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.errors import GanglineError
 from gangline.collectives.work import Work
@@ -30,10 +31,13 @@ class BegunWork(Work):
         return self._is_over or self._is_ended(waits=False)
 
     def _is_ended(self, *, waits: bool) -> bool:
+        engine = self._engine
+        if waits and engine.shared[BEGUN] == self._number:
+            engine.check_outermost()
         try:
-            self._is_over = self._engine.end_begun(self._number, waits=waits)
+            self._is_over = engine.end_begun(self._number, waits=waits)
         except BaseException as error:
-            if self._engine.error is None:  # as of a nested call: the operation goes on
+            if engine.error is None:  # as of a nested call: the operation goes on
                 raise
             self._error, self._is_over = error, True
             if not isinstance(error, GanglineError) and not waits:  # an interrupt

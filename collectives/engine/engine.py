@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -177,8 +177,8 @@ class Engine:
         shared, thread = self.shared, threading.get_ident()
         if shared[core.LOCKED] == thread or shared[core.RUNNING] == thread:
             self.check_outermost()
-        if shared[core.BEGUN] and self.error is None:
-            self.end_begun(shared[core.BEGUN])
+        if (begun := shared[core.BEGUN]) and self.error is None:
+            self.end_begun(begun)
         if shared[core.QUEUED] and not self.queue.is_running_here():
             self.queue.run(lambda: None, Work("wait"), keys=(self,), priority=0)
 
@@ -219,8 +219,8 @@ class Engine:
         """
         if self.error is not None:
             self.check_open()
-        if self.shared[core.BEGUN]:
-            self.end_begun(self.shared[core.BEGUN])
+        if begun := self.shared[core.BEGUN]:
+            self.end_begun(begun)
         self.shared[core.SEQUENCE] = sequence = self.shared[core.SEQUENCE] + 1
         self.shared[core.BYTES] += nbytes
         self._watchdog.begin(sequence, code)
@@ -248,9 +248,10 @@ class Engine:
         if self.shared[core.BEGUN] != number:
             return True
         self.check_open()
-        self.check_outermost()
         try:
             status = self._end_core(number, waits)
+            if status == core.MISMATCHED:
+                self._end_core(number, True)  # raises the error
         except BaseException as error:  # noqa: BLE001  raised again
             raise self.failed(error) from None
         if waits and status == core.HELD:  # another thread ends it, or runs a later one
@@ -264,23 +265,39 @@ class Engine:
     def _check_late(self, number: int) -> None:
         """Check from time to time that the wait for late ranks of the collective that was begun can succeed."""
         assert self.resources.slot_exchange is not None
-        if time.monotonic() < self._next_check:
+        if time.monotonic() < self._next_check or not self.lock.try_acquire():  # the call that holds it checks
             return
-        self._next_check = time.monotonic() + WAIT_CHECK_SECONDS
-        _, code = self.resources.slot_exchange.last_call
         try:
+            if self.shared[core.BEGUN] != number:
+                return
+            self._next_check = time.monotonic() + WAIT_CHECK_SECONDS
+            _, code = self.resources.slot_exchange.last_call
             self._watchdog.begin(number, code)
             self._watchdog.check(())
         except BaseException as error:  # noqa: BLE001  raised again
-            raise self.failed(error, code) from None
+            raise self.failed(error) from None
+        finally:
+            self.lock.release()
+
+    def is_idle(self) -> bool:
+        """Return whether no call runs or is queued, and none must take the lock but to read announcements."""
+        shared = self.shared
+        return not (shared[core.RUNNING] or shared[core.LOCKED] or shared[core.QUEUED] or shared[core.MUST_LOCK])
 
     def run_compiled(
-        self, collective: int, tensor: object, out: object = None, option: object = None, most: int = -1
+        self,
+        collective: int,
+        tensor: object,
+        out: object = None,
+        option: object = None,
+        most: int = -1,
+        *,
+        begins: bool = False,
     ) -> int:
-        """Take the lock and run a collective by `run_core`, which has the arguments.
+        """Take the lock and run a collective by `run_core`, or by `begin_core`, which have the arguments.
 
         Returns:
-            DONE; another status, without effect, if `gangline._core` does not support the call, or after an error.
+            What that function returns; after an error DECLINED.
 
         Raises:
             GanglineError: if the communicator fails now.
@@ -290,18 +307,21 @@ class Engine:
         with self.lock:
             if self.error is not None:
                 return core.DECLINED
+            if (begun := self.shared[core.BEGUN]) and not begins:
+                self.end_begun(begun)
             self.shared[core.SEQUENCE] = sequence = self.shared[core.SEQUENCE] + 1
+            run = self.begin_core if begins else self.run_core
             try:
-                status = self.run_core(collective, tensor, out, option, most)
+                status = run(collective, tensor, out, option, most)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise self.failed(error) from None
-            if status != core.DONE:
+            if status < core.DONE:
                 self.shared[core.SEQUENCE] = sequence - 1
                 return status
             _, code = slot_exchange.last_call
             self.shared[core.BYTES] += nbytes_of(code)
             self._watchdog.begin(sequence, code)
-        return core.DONE
+        return status
 
     def _wait(self) -> None:
         """Wait for ranks that are late for the collective that `gangline._core` has begun.
@@ -432,7 +452,11 @@ class Engine:
         """
         if self.is_inherited:
             return
-        if not self.queue.unfinished and self.lock.is_free():
+        begun = self.shared[core.BEGUN]
+        with suppress(Exception):  # a Work may wait for it
+            if not begun or self.error is not None or self.end_begun(begun, waits=False):
+                begun = 0
+        if not begun and not self.queue.unfinished and self.lock.is_free():
             self.close()
         else:
             self.resources.membership.close()
@@ -531,6 +555,17 @@ class _CallLock:
             except BaseException:
                 self.release()
                 raise
+
+    def try_acquire(self) -> bool:
+        """Hold the lock if no collective runs; return whether it is held."""
+        if not self.is_free() or not self._lock.acquire(blocking=False):
+            return False
+        self._depth += 1
+        self._shared[core.LOCKED] = threading.get_ident()
+        if self._shared[core.RUNNING]:
+            self.release()
+            return False
+        return True
 
     def release(self, *_: object) -> None:
         """Release the lock."""

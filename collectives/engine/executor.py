@@ -93,14 +93,19 @@ class Chunks:
 
     def _copy(self, place: Region, chunks: range) -> None:
         for chunk in chunks:
-            values, into = self._place(chunk).view(chunk, chunk + 1), place.view(chunk, chunk + 1)
-            if self._place(chunk) is not place and values.data_ptr() != into.data_ptr():
+            present = self._place(chunk)
+            if present is place:
+                continue
+            values, into = present.view(chunk, chunk + 1), place.view(chunk, chunk + 1)
+            if values.data_ptr() != into.data_ptr():
                 into.copy_(values)
             self._written[chunk] = place
 
 
 def is_at(inner: Region, outer: Region) -> bool:
     """Return whether a region is a part of another one, and has the same memory there."""
+    if inner.flat is outer.flat:
+        return inner.chunks == outer.chunks
     first, last = inner.chunks[0], inner.chunks[-1] + 1
     is_part = inner.holds(first, last) and outer.holds(first, last)
     return is_part and outer.view(first, last).data_ptr() == inner.flat.data_ptr()

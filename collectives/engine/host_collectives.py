@@ -132,8 +132,8 @@ class HostCollectives:
             read = every
         given = None if values is None else Region(values, read)
         result = None if out is None else Region(out, written)
-        is_copy = values is not flat
-        if given is not None and result is not None and not is_copy and overlap([given.flat], [result.flat]):
+        is_copy, is_same = values is not flat, values is out and read == written
+        if given and result and not (is_copy or is_same) and overlap([given.flat], [result.flat]):
             is_copy = not (is_at(given, result) or is_at(result, given))
             given = Region(given.flat.clone(), read) if is_copy else given
         count = call.nbytes // call.first.itemsize * (size if rule.out_rows and not rule.in_rows else 1)

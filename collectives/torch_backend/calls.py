@@ -10,7 +10,9 @@ from functools import cached_property, partial
 from functools import reduce as reduce_values
 from inspect import signature
 from sys import getrefcount
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -344,6 +346,14 @@ def _new_rows(size: int, outputs: Any, inputs: Any) -> tuple[Tensor | None, Tens
     return (tensor, tensor.new_empty((size, *shape))) if len(outs) == size else (None, None)
 
 
+def _references() -> int:
+    """Return the count of references to an object that only one attribute and one local variable hold."""
+    holder = SimpleNamespace(finished=FinishedWork())
+    finished = holder.finished
+    return getrefcount(finished)
+
+
+_UNSHARED = _references()  # depends on the version of Python
 _PAIR, _LISTS = "output tensor", "outputs inputs"  # names of parameters
 
 
@@ -439,13 +449,17 @@ def _method_of(row: _Row) -> Callable[..., Any]:
                     is_over = not (tensor.is_sparse or has_modes()) and self._run_now(name, function)
                 if is_over:
                     self._calls += 1
-                    if rows is _new_rows and out is not None:
-                        for one, values in zip(args[0][0], out, strict=True):
-                            one.data.copy_(values)
+                    if rows is _new_rows:
+                        if out is not None:
+                            for one, values in zip(args[0][0], out, strict=True):
+                                one.data.copy_(values)
+                        finished = FinishedWork()
+                        finished._tensors = args[0]
+                        return finished
                     finished = self._finished
-                    if getrefcount(finished) > 3 or finished._future is not None:  # the caller keeps it, or its future
+                    if getrefcount(finished) > _UNSHARED or finished._future is not None:  # a caller keeps it
                         finished = self._finished = FinishedWork()
-                    finished._tensors = args[0] if args else ()
+                    finished._tensors = () if tensor is opts else ref(args[0] if rows is not None else tensor)
                     return finished
             elif is_here and rows is not _new_rows and (tensor is opts or tensor.numel() <= _SMALL_ELEMENTS):
                 begun = self.communicator.begin_small(small, tensor, out, option)

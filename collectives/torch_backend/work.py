@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.distributed import Work as TorchWork
@@ -113,7 +114,7 @@ class GroupWork(TorchWork):
         try:
             self._work.wait(limit)
         except TimeoutError as error:
-            if self._work.is_completed():
+            if self._work.exception() is error:
                 raise
             late = StallError(str(error))
             if self._give_up is not None and not is_callers:
@@ -229,13 +230,18 @@ class _QuickWork(MessageWork):
 
 @run_eagerly
 class FinishedWork(_QuickWork):
-    """Handle of a call that has succeeded before it is returned."""
+    """Handle of a call that is over; a group keeps one, which refers weakly to the tensor of its last call."""
 
     _is_over = True
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:  # noqa: ARG002
         """Return True."""
         return True
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that the call has written."""
+        tensors = self._tensors
+        return list(tensors_in(tensors() if isinstance(tensors, ref) else tensors))
 
     get_future = GroupWork.get_future
 

@@ -16,7 +16,6 @@ LISTS = {
     "tuner.py": "its algorithms by size",
     "torch_backend/calls.py": "torch's name and arguments",
     "devices/backends/nccl.py": "NCCL's between the GPUs of a process",
-    "devices/backends/nccl_bindings.py": "NCCL's functions",
 }
 """Files of collectives/ that list collectives by name, with what they state."""
 RANKS = {"NO_RANK": Ranks.NONE, "ALL_RANKS": Ranks.ALL, "ROOT": Ranks.ROOT, "OTHER_RANKS": Ranks.OTHERS}

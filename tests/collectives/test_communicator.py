@@ -167,6 +167,7 @@ REFUSED: list[tuple[Callable[[Communicator], Any], type[Exception], str]] = [
     (lambda c: c.scatter(ones(3), ones(3)), ValueError, r"tensor has shape \(3,\).*expected \(2, 3\)"),
     (lambda c: c.scatter(None, ones(3)), TypeError, r"tensor is None at the root of a scatter"),
     (lambda c: c.broadcast(ones(2), 2), ValueError, r"root is 2; expected a rank from 0 to 1"),
+    (lambda c: c.broadcast(ones(2), 1 << 32), ValueError, r"root is 4294967296; expected a rank from 0 to 1"),
     (lambda c: c.gather(ones(2), -1), ValueError, r"root is -1; expected a rank from 0 to 1"),
     (lambda c: c.reduce(ones(2), True), TypeError, r"root is True; expected a rank, an int"),
     (lambda c: c.all_reduce(ones(1).expand(3)), ValueError, r"tensor has shape \(3,\) and strides \(0,\), so that"),

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,7 @@ import threading
 import time
 import weakref
 from array import array
-from contextlib import suppress
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -249,10 +250,10 @@ def test_small_calls_begin_in_the_callers_thread_and_end_in_wait_or_later_calls(
     assert len({*map(tuple, spawn(_begun, size, count, transport="shared_memory", timeout=60))}) == 1
 
 
-def _begun_and_different(comm: Communicator) -> list[str]:
+def _begun_and_different(comm: Communicator, is_polled: bool) -> list[str]:
     work: Any = comm.all_reduce(torch.ones(3 + comm.rank), async_op=True)
     texts = []
-    for call in (work.wait, work.wait, comm.barrier):
+    for call in (partial(work.wait, 30 if is_polled else None), work.wait, comm.barrier):
         with pytest.raises(MismatchError) as raised:
             call()
         texts.append(str(raised.value))
@@ -261,28 +262,147 @@ def _begun_and_different(comm: Communicator) -> list[str]:
 
 
 @needs_core
-def test_different_calls_that_were_begun_are_an_error_of_wait() -> None:
-    first, second = spawn(_begun_and_different, 2, transport="shared_memory", timeout=60)
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_different_calls_that_were_begun_are_an_error_of_wait(is_polled: bool) -> None:
+    first, second = spawn(_begun_and_different, 2, is_polled, transport="shared_memory", timeout=60)
     text = "ranks are at different calls: rank 0: all_reduce(3 x float32, sum); rank 1: all_reduce(4 x float32, sum)"
     assert {*first, *second} == {text}
 
 
-def _dropped(comm: Communicator) -> bool:
+def _dropped(comm: Communicator) -> tuple[bool, float]:
     dropped = comm.split(0)
     assert dropped is not None
+    if comm.rank:  # rank 0 drops its own one before this rank makes the call
+        comm.recv(torch.ones(1), 0)
     work: Any = dropped.all_reduce(torch.ones(3), async_op=True)
     reference = weakref.ref(dropped)
     del dropped
     gc.collect()
-    is_dropped = reference() is None
-    with suppress(GanglineError):  # the other rank may have closed its own one
-        work.wait()
-    return is_dropped
+    if comm.rank == 0:
+        comm.send(torch.ones(1), 1)
+    work.wait()
+    return reference() is None, work.result.sum().item()
 
 
 @needs_core
-def test_a_call_that_was_begun_does_not_keep_its_communicator() -> None:
-    assert spawn(_dropped, 2, transport="shared_memory", timeout=60) == [True, True]
+def test_a_call_that_was_begun_ends_without_its_communicator_and_does_not_keep_it() -> None:
+    assert spawn(_dropped, 2, transport="shared_memory", timeout=60) == [(True, 6.0)] * 2
+
+
+def _beside_large_calls(comm: Communicator) -> int:
+    sys.setswitchinterval(1e-6)
+    ends = threading.Event()
+
+    def begin_small_ones() -> None:
+        small = torch.ones(4)
+        while not ends.is_set():
+            work: Any = comm.all_reduce(small, async_op=True)
+            work.wait()
+
+    beside = threading.Thread(target=begin_small_ones)
+    beside.start()
+    large = torch.ones(SLOT_BYTES)
+    try:
+        for _ in range(1000):
+            comm.all_reduce(large)
+    finally:
+        ends.set()
+        beside.join()
+    return int(large[0])
+
+
+@needs_core
+def test_a_call_that_another_thread_begins_does_not_disturb_a_call_with_the_lock() -> None:
+    assert spawn(_beside_large_calls, 1, transport="shared_memory", timeout=60) == [1]
+
+
+def _polled_while_the_queue_runs(comm: Communicator) -> str:
+    for _ in range(60):
+        small, large = torch.ones(4), torch.ones(SLOT_BYTES)
+        works: list[Any] = []
+        for tensor in (small, large):  # the second call ends the first one in another thread
+            time.sleep(0.012 * comm.rank)
+            works.append(comm.all_reduce(tensor, async_op=True))
+        for work in works:
+            while not work.is_completed():
+                pass
+            work.wait()
+    return "ended"
+
+
+@needs_core
+def test_polls_do_not_disturb_the_clock_of_a_call_in_another_thread() -> None:
+    assert spawn(_polled_while_the_queue_runs, 2, transport="shared_memory", timeout=60) == ["ended"] * 2
+
+
+def _in_a_row(comm: Communicator) -> set[str]:
+    kinds = set()
+    for _ in range(2 * compiled_core.CALLS_PER_POLL):
+        work: Any = comm.barrier(async_op=True)
+        work.wait()
+        kinds.add(type(work).__name__)
+    assert comm._engine.queue._thread is None
+    return kinds
+
+
+@needs_core
+def test_a_call_that_reads_announcements_begins_in_the_callers_thread() -> None:
+    assert spawn(_in_a_row, 2, transport="shared_memory", timeout=60) == [{"BegunWork"}] * 2
+
+
+def _freed(comm: Communicator, change: str, is_result: bool) -> list[str]:
+    """Free or replace a tensor's memory between the beginning of a call and its end."""
+    tensor, out = torch.ones(4), torch.zeros(4)
+    work: Any = comm.all_reduce(tensor, out=out, async_op=True)
+    changed = out if is_result else tensor
+    if comm.rank == 0:
+        if change == "freed":
+            changed.untyped_storage().resize_(0)
+        elif change == "replaced":
+            changed.data = torch.zeros(4)
+        else:
+            changed.resize_(100_000)
+    comm.send(torch.ones(1), 1 - comm.rank)
+    comm.recv(torch.ones(1), 1 - comm.rank)
+    texts = []
+    for call in (work.wait, comm.barrier):
+        try:
+            call()
+        except (ValueError, GanglineError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+@needs_core
+@pytest.mark.parametrize("is_result", [False, True])
+@pytest.mark.parametrize("change", ["freed", "replaced", pytest.param("resized", marks=pytest.mark.slow)])
+def test_memory_that_is_freed_or_replaced_before_wait_is_an_error(change: str, is_result: bool) -> None:
+    first, second = spawn(_freed, 2, change, is_result, transport="shared_memory", timeout=60)
+    text = "the memory of its tensor was freed or replaced while a collective ran; expected that after wait()"
+    assert first[0] == f"ValueError: {text}"
+    assert first[1] == second[-1] == f"GanglineError: rank 0 left all_reduce(4 x float32, sum) by ValueError: {text}"
+
+
+def _polled_in_a_handler(comm: Communicator) -> list[bool]:
+    seen: list[bool] = []
+    if comm.rank:
+        comm.recv(torch.ones(1), 0)
+    work: Any = comm.all_reduce(torch.ones(3), async_op=True)
+    if comm.rank == 0:
+
+        def handler(*_: object) -> None:
+            seen.append(work.is_completed())
+            comm.send(torch.ones(1), 1)
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    work.wait()
+    return seen
+
+
+@needs_core
+def test_a_handler_may_ask_whether_the_interrupted_call_is_over() -> None:
+    assert spawn(_polled_in_a_handler, 2, transport="shared_memory", timeout=60) == [[False], []]
 
 
 @needs_core

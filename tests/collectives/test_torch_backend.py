@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
@@ -598,6 +599,20 @@ def handles_of_calls_that_are_over_keep_their_tensors(rank: int, size: int) -> N
         same(tensor, summed(5, size))
     for tensor in tensors:
         assert group().allreduce([tensor], options).get_future().wait()[0] is tensor
+
+
+@case
+def a_group_keeps_no_tensors_of_a_call_that_is_over(rank: int, size: int) -> None:
+    weights = torch.ones(4, requires_grad=True)
+    for made in (partial(torch.ones, 4), partial(torch.ones, LARGE), lambda: (weights * 2).sum()):
+        tensor = made()
+        outs = [torch.ones_like(tensor.detach()) for _ in range(size)]
+        references = [weakref.ref(tensor), weakref.ref(outs[0])]
+        dist.all_gather(outs, tensor.detach())
+        outs.clear()
+        dist.all_reduce(tensor)
+        del tensor
+        assert [reference() for reference in references] == [None, None]
 
 
 @case

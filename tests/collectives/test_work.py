@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from unittest.mock import Mock
 
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gangline.collectives.errors import StallError
+from gangline.collectives.torch_backend.work import GroupWork
 from gangline.collectives.work import Work, WorkQueue
 from tests.collectives.ranks import run_together
 
@@ -184,6 +187,19 @@ def test_wake_starts_a_call_that_nobody_waits_for(queue: WorkQueue, monkeypatch:
     assert third.wake is not None
     third.wake()
     third.wait(LIMIT)
+
+
+class _EndsAsItTimesOut(Work):
+    def _wait_until_over(self, timeout: float | None) -> None:
+        try:
+            super()._wait_until_over(timeout)
+        finally:
+            self.complete()
+
+
+def test_a_wait_of_torch_that_times_out_as_its_call_ends_raises_the_error_of_late_calls() -> None:
+    with pytest.raises(StallError, match=r"late is still running after 0\.01 s"):
+        GroupWork(_EndsAsItTimesOut("late"), []).wait(timedelta(seconds=0.01))
 
 
 # -- close ------------------------------------------------------------------------------------------------------------
