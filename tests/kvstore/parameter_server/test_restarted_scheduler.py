@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import sys
 from functools import cache
 from unittest.mock import patch
@@ -174,6 +175,23 @@ def test_a_log_that_ends_at_any_byte_of_its_last_entry_loses_that_entry_or_says_
         os.pwrite(memory, committed, 0)  # others may know of it
         with pytest.raises(OSError, match="has a damaged entry at byte"):
             KeptLog(memory).read()
+
+
+def test_an_entry_for_which_there_is_no_memory_leaves_those_before_it() -> None:
+    memory = os.memfd_create("test")
+    log = KeptLog(memory)
+    log.append(b"first")
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE), os.fstat(memory).st_size + 60
+    for change in (log.append, lambda entry: log.replace([entry])):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                change(b"x" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert KeptLog(memory).read() == [b"first"]
+    log.append(b"second")
+    assert KeptLog(memory).read() == [b"first", b"second"]
 
 
 def test_a_log_that_is_replaced_and_trimmed_needs_memory_for_its_entries_alone() -> None:
