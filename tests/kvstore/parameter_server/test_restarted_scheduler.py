@@ -10,6 +10,7 @@ from functools import cache
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from gangline.kvstore.parameter_server.kept_state import KeptLog, KeptState
 from tests import scripted_faults
@@ -129,6 +130,17 @@ def test_the_newest_content_is_read_again_whatever_its_length() -> None:
         kept.write(content)
         assert KeptState(os.dup(memory)).read() == content
     assert os.fstat(memory).st_size < 500_000
+
+
+def test_tensors_are_read_again_without_the_memory_that_they_are_views_of() -> None:
+    memory = os.memfd_create("test")
+    large = torch.arange(1_000_000.0)
+    content = [large[3:6], large[:6].view(2, 3).T, torch.tensor(True), torch.empty(0, 2), {"step": 3}]
+    KeptState(memory).write(content)
+    *tensors, rest = KeptState(memory).read()
+    assert [one.tolist() for one in tensors] == [one.tolist() for one in content[:-1]]
+    assert rest == {"step": 3}
+    assert os.fstat(memory).st_size < 10_000
 
 
 def test_an_interrupted_write_leaves_the_content_before_it() -> None:
