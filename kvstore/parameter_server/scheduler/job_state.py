@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from typing import Any
 
 from gangline.collectives import hooks
 from gangline.collectives.errors import ProtocolError, name_ranks
@@ -30,7 +31,7 @@ _WAITING_SECONDS = 0.1
 """Servers are told of workers that have waited in a collective for longer than this."""
 
 
-class MemberState(Enum):
+class MemberState(StrEnum):
     """State of a process, see the diagram in docs/protocol.md."""
 
     PRESENT = "takes part"
@@ -47,9 +48,6 @@ class Member:
     identity: bytes
     registration: protocol.Register
     rank: int = -1
-    heard_at: float = 0.0
-    disconnected_at: float = 0.0
-    """`time.monotonic` seconds when its connection was lost; 0: connected."""
     state: MemberState = MemberState.PRESENT
     why: str = ""
     """Why it has died; "" if it has not."""
@@ -60,6 +58,9 @@ class Member:
     """Collectives of smaller numbers, but from `ROUND` on, go on without it: it was restarted behind them."""
     join_data: bytes | None = None
     """Data of its `Join` while it is inside join()."""
+    heard_at: float = 0.0
+    disconnected_at: float = 0.0
+    """`time.monotonic` seconds when its connection was lost; 0: connected."""
 
     @property
     def is_gone(self) -> bool:
@@ -84,7 +85,9 @@ class Outcome:
     name: str
     root: int
     data: list[bytes]
-    error: str = ""
+    error: str
+    nbytes: int
+    """Bytes of the data."""
 
     def message(self, number: int, rank: int) -> Message:
         """Return the message to a worker."""
@@ -113,6 +116,8 @@ class JobState:
     """Last outcomes, by number of the collective."""
     join_result: protocol.JoinResult | None = None
     """Result of the last join()."""
+    last_joined: int | None = None
+    """Worker that called join() last."""
     number: int = 0
     """Highest number of a collective so far."""
     started: bool = False
@@ -133,14 +138,24 @@ class JobState:
         self._keeps_records = self.allows_restarts or self.is_elastic
         self.views = Views(*(self.bounds or (self.workers, self.workers)), self.workers)
 
-    def start_again(self, now: float) -> None:
+    def kept(self) -> tuple[object, ...]:
+        """Return what a restarted scheduler needs beside the outcomes, but for the times when it heard members."""
+        members = [tuple(vars(one).values())[:-2] for one in [*self.replaced.values(), *self.members.values()]]
+        job = (self.workers, self.started, self.restarts, self.view, self.last_joined, self.join_result)
+        return *job, self.views.kept(), len(self.replaced), members
+
+    def restore(self, kept: Any, outcomes: Mapping[int, Any], now: float) -> None:
         """Continue in a restarted scheduler: members connect again, and repeat what they wait for."""
-        self.restarts = max(self.restarts - 1, 0)
-        self.collectives.clear()
-        self.since.clear()
-        self.warned.clear()
-        for member in self.members.values():
-            member.heard_at, member.disconnected_at = now, 0.0
+        self.workers, self.started, restarts, self.view, self.last_joined, result, views, replaced, members = kept
+        self.restarts, self.allows_restarts, self._keeps_records = max(restarts - 1, 0), True, True
+        self.join_result = protocol.JoinResult(*result) if result else None
+        self.outcomes = {number: Outcome(*outcome) for number, outcome in outcomes.items()}
+        self.number = max([self.join_result.number if self.join_result else 0, *outcomes])
+        self.views.restore(*views)
+        for index, (identity, registration, rank, state, *rest) in enumerate(members):
+            member = Member(identity, protocol.Register(*registration), rank, MemberState(state), *rest)
+            member.heard_at = now
+            (self.replaced if index < replaced else self.members)[identity] = member
 
     def of_role(self, role: str) -> list[Member]:
         """Return the members of a role, by rank."""
@@ -261,23 +276,25 @@ class JobState:
             error = self._error(present) or self._passed_by(number, present)
             if error or present.keys() >= self.active(number):
                 data = [present[rank].data if rank in present else b"" for rank in range(self.workers)]
-                self.outcomes[number] = Outcome(first.name, first.root, [] if error else data, error)
+                data = [] if error else data
+                self.outcomes[number] = Outcome(first.name, first.root, data, error, sum(map(len, data)))
                 self._forget(number)
                 ended.append(number)
-        self._forget_outcomes()
+        if ended:
+            self._forget_outcomes()
         return [number for number in ended if number in self.outcomes]
 
     def _forget_outcomes(self) -> None:
         """Forget outcomes that no worker can ask for any more: connections break, and processes are restarted."""
         last = max(self.outcomes, default=0)
+        newest = last // ROUND
+        rounds = (0, newest - 1, newest) if self._keeps_records else ()  # a restarted worker repeats the step it kept
         nbytes = 0
         for number, outcome in sorted(self.outcomes.items()):
-            nbytes += sum(map(len, outcome.data))
-            rounds = (0, last // ROUND - 1, last // ROUND)  # a restarted worker repeats the step that it kept
-            is_recorded = self._keeps_records and number // ROUND in rounds and number % ROUND <= _RECORDED
-            if number <= last - (_MAX_OPEN if outcome.error else _KEPT) and not (
-                is_recorded and nbytes <= _RECORDED_BYTES
-            ):
+            nbytes += outcome.nbytes
+            if number > last - (_MAX_OPEN if outcome.error else _KEPT):
+                continue
+            if number // ROUND not in rounds or number % ROUND > _RECORDED or nbytes > _RECORDED_BYTES:
                 del self.outcomes[number]
 
     def _passed_by(self, number: int, present: Mapping[int, protocol.Collective]) -> str:

@@ -16,9 +16,9 @@ from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
 from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import environment, protocol
-from gangline.kvstore.parameter_server.kept_state import KeptState
 from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
+from gangline.kvstore.parameter_server.scheduler.record import Record
 from gangline.kvstore.parameter_server.transport.client_channel import ECHO
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
@@ -76,23 +76,18 @@ class Scheduler:
         self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
-        self._last_joined: int | None = None
         self._waiting: dict[int, tuple[str, int]] = {}
         self._over_since = 0.0
         self._looked_at = 0.0
         self._checked_at = time.monotonic()
-        kept = os.environ.pop(KEPT_MEMORY, "")
-        self._kept = KeptState(int(kept)) if kept else None
         publish(self, "scheduler")
-        self._unsent: list[tuple[Member, Message]] = []  # messages about changes that are not kept yet
-        if self._kept is not None and (state := self._kept.read()) is not None:
-            self._restore(*state)
-
-    def _restore(self, state: JobState, last_joined: int | None) -> None:
-        """Restore the state kept before a restart, as if all connections had broken."""
-        self._state, self._last_joined = state, last_joined
-        self._state.start_again(time.monotonic())
-        _log.warning("the scheduler is back: %d processes connect again", len(self._state.members))
+        self._unsent: list[tuple[Member, Message]] = []  # messages about changes that are not recorded yet
+        kept = os.environ.pop(KEPT_MEMORY, "")
+        self._record = Record(int(kept)) if kept else None
+        state, outcomes = self._record.read() if self._record is not None else (None, {})
+        if state is not None:
+            self._state.restore(state, outcomes, time.monotonic())
+            _log.warning("the scheduler is back: %d processes connect again", len(self._state.members))
 
     def status(self) -> Part:
         """Return the members and the collectives in progress, for `gangline status`."""
@@ -125,21 +120,21 @@ class Scheduler:
                 self._handle_disconnects()
                 self._start_if_full()
                 self._check_liveness()
-                self._send_kept()
+                self._send_recorded()
                 if self._is_supervised and not self._state.of_role("worker"):
                     began = time.monotonic()
                 if not self._state.started and time.monotonic() - began > self._timeout:
                     self._give_up()
-            self._send_kept()
+            self._send_recorded()
         finally:
             self.close()
 
-    def _send_kept(self) -> None:
-        """Keep the state before sending messages about it, so that a restarted scheduler knows what others know."""
+    def _send_recorded(self) -> None:
+        """Record the state before sending messages about it, so that a restarted scheduler knows what others know."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []
-            assert self._kept is not None
-            self._kept.write((self._state, self._last_joined))
+            assert self._record is not None
+            self._record.write(self._state)
             for member, message in unsent:
                 self._send_now(member, message)
 
@@ -204,7 +199,7 @@ class Scheduler:
                     self._send(member, self._state.join_result)
                     return
                 member.join_data = data
-                self._last_joined = member.rank
+                self._state.last_joined = member.rank
                 self._complete_collectives()
                 self._complete_join()
             case protocol.Recall(number, skips) if is_active_worker:
@@ -340,14 +335,14 @@ class Scheduler:
     def _complete_join(self) -> None:
         """Send the result of join() once no worker is active."""
         joined = [member for member in self._state.of_role("worker") if member.join_data is not None]
-        if self._state.active() or not joined or self._last_joined is None:
+        if self._state.active() or not joined or self._state.last_joined is None:
             return
         data = [b""] * self._state.workers
         for member in joined:
             data[member.rank] = member.join_data or b""
             member.join_data = None
         self._state.number += 1
-        self._state.join_result = protocol.JoinResult(self._last_joined, self._state.number, data)
+        self._state.join_result = protocol.JoinResult(self._state.last_joined, self._state.number, data)
         self._send_to_role("worker", self._state.join_result)
 
     def _handle_disconnects(self) -> None:
@@ -477,7 +472,7 @@ class Scheduler:
                 self._send(other, message)
 
     def _send(self, member: Member, message: Message) -> None:
-        if self._kept is None or isinstance(message, protocol.Heartbeat):
+        if self._record is None or isinstance(message, protocol.Heartbeat):
             self._send_now(member, message)
         else:
             self._unsent.append((member, message))

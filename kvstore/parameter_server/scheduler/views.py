@@ -32,6 +32,19 @@ class Views:
         self._begun: dict[int, int] = {}  # last step that a worker has begun, by rank
         self._confirmed: set[int] = set()  # servers
 
+    def kept(self) -> tuple[object, ...]:
+        """Return what `restore` takes."""
+        sets = frozenset(self._entering), frozenset(self._leaving), frozenset(self._confirmed)
+        return tuple(self.table), self.asked, dict(self._begun), *sets
+
+    def restore(
+        self, table: Iterable[tuple[int, Iterable[int]]], asked: int, begun: dict[int, int], *sets: Iterable[int]
+    ) -> None:
+        """Set all but the bounds."""
+        self.table = [(first, frozenset(ranks)) for first, ranks in table]
+        self.asked, self._begun = asked, begun
+        self._entering, self._leaving, self._confirmed = map(set, sets)
+
     @property
     def newest(self) -> frozenset[int]:
         """Ranks of the newest view, confirmed or not."""
