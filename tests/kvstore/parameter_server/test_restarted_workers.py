@@ -55,14 +55,14 @@ _START = "hello 1, meet 1, meet 3, met 2, met 4"
 _OF_WORKER_1 = {
     "pull": f"{_START}, push-sent 5, push-sent 6, push-sent 7, pull 4, values 4, done 2, ack 2",
     "async pull": "push-sent 5, push-sent 6, push-sent 7, pull 4, values 4",
-    "async": "push-sent 5, push-sent 6, ack 2, barrier 1, leave 1",
+    "async": "push-sent 5, push-sent 6, ack 1, barrier 1, leave 1",  # a busy server acknowledges all pushes at once
     "pushpull": "push-sent 5, push-sent 6, values 5, values 6",
     "barrier first": "barrier 3, barrier 4, push-sent 5, push-sent 6",
     "pull barrier last": "barrier 3, met 7, met 8, push-sent 5, push-sent 6, pull 4, values 6",
     "barrier first pushpull barrier last": "barrier 5, barrier 6, barrier 7, push-sent 5, push-sent 6, values 5",
 }
 _OF_WORKER_0 = "define 1, command 1, meet 2, meet 4, push-sent 1, push-sent 5, barrier 1"
-_ASYNC = "push-sent 5, push-sent 6, ack 2, pull 4, values 4, barrier 1, meet 2"
+_ASYNC = "push-sent 5, push-sent 6, ack 1, pull 4, values 4, barrier 1, meet 2"
 _TWO_SERVERS = "push-sent 5, push-sent 6, push-sent 7, pull 6, values 5, hello 2"
 _KILLS: list[tuple[str, dict[str, Any]]] = [
     *((points, {"body": body}) for body, points in _OF_WORKER_1.items()),
