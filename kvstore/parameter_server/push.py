@@ -23,7 +23,7 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
-from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
+from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server, rows_by_shard
 from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
 from gangline.kvstore.sparse import RowSparse, summed
@@ -173,7 +173,7 @@ class PushEncoder:
                 continue
             if not count:
                 rows = summed([value for value in values if isinstance(value, RowSparse)], torch.device("cpu"))
-                encoded += [ShardValue(shard, ROWS, [_rows_of(rows, shard)]) for shard in shards]
+                encoded += [ShardValue(shard, ROWS, [data]) for shard, data in _rows_of(rows, shards)]
                 continue
             flats, end = on_host[end : end + count], end + count
             if self.compressed is None or not flats[0].is_floating_point():
@@ -223,8 +223,25 @@ class PushEncoder:
         return [*map(_flat, dense)]
 
 
+def initial_values(value: Value, shards: Sequence[ShardPlacement]) -> list[tuple[ShardPlacement, Tensor]]:
+    """Return the elements of each shard of a value; none for shards of a row-sparse value that are zeros."""
+    if not isinstance(value, RowSparse):
+        flat = value.detach().cpu().contiguous().view(-1)
+        return [(shard, flat[shard.begin : shard.begin + shard.numel]) for shard in shards]
+    if torch.equal(value.indices.cpu(), torch.arange(value.shape[0], device="cpu")):
+        return initial_values(value.values, shards)
+    total = summed([value], torch.device("cpu"))
+    values = []
+    for shard, part, rows in rows_by_shard(total.indices, shards, empty=True):
+        elements = torch.zeros(shard.numel if len(rows) else 0, dtype=value.dtype, device="cpu")
+        if len(rows):
+            elements.view(-1, shard.width)[rows] = total.values.reshape(-1, shard.width)[part]
+        values.append((shard, elements))
+    return values
+
+
 def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
-    """Return the request that defines shards with their initial values on a server."""
+    """Return the request that defines shards with their `initial_values` on a server."""
     definitions = [
         [
             shard.number,
@@ -241,7 +258,7 @@ def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor
         server,
         Define(0, definitions, None),
         "init",
-        nbytes=sum(shard.nbytes for shard, _ in group),
+        nbytes=sum(value.nbytes for _, value in group),
         frames=[frame_of(value) for _, value in group],
     )
 
@@ -260,12 +277,10 @@ def _flat(value: Tensor) -> Tensor:
     return flat if flat.ndim == 1 else flat.view(-1)
 
 
-def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:
-    """Return a shard's part of row-sparse values as bytes: int64 row numbers, then rows of the shard's width."""
-    if not shard.layout.numel:  # rows without elements
-        return _EMPTY
-    indices, values = rows.indices, rows.values.reshape(len(rows.indices), shard.layout.row)
-    if not shard.is_whole:
-        indices, inside = shard.blocks_of(indices)
-        indices, values = indices[inside], values.reshape(-1, shard.width)[inside]
-    return torch.cat([bytes_of(indices.contiguous()), bytes_of(values.contiguous())])
+def _rows_of(rows: RowSparse, shards: Sequence[ShardPlacement]) -> list[tuple[ShardPlacement, Tensor]]:
+    """Return each shard's part of row-sparse values as bytes: int64 row numbers, then rows of the shard's width."""
+    values = rows.values.reshape(-1, shards[0].width)
+    return [
+        (shard, torch.cat([bytes_of(numbers), bytes_of(values[part])]) if len(numbers) else _EMPTY)
+        for shard, part, numbers in rows_by_shard(rows.indices, shards, empty=True)
+    ]

@@ -337,7 +337,10 @@ class Server:
             raise ProtocolError(f"worker {worker.rank} defines shards; only worker 0 may")
         self._thread_pool.drain()
         definitions = [optimizer_shards.Definition.read(one) for one in message.shards]
-        datas = self._data(worker, [one.nbytes for one in definitions], message.region, frames)
+        sizes = [one.nbytes for one in definitions]
+        if message.region is None and len(frames) == len(sizes):
+            sizes = [size if len(frame) else 0 for size, frame in zip(sizes, frames, strict=True)]
+        datas = self._data(worker, sizes, message.region, frames)
         new = []
         for one, data in zip(definitions, datas, strict=True):
             shard = self._rounds.shards.get(one.number)
@@ -349,7 +352,11 @@ class Server:
                 new.append(shard)
             elif shard.flat.nbytes != one.nbytes or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
-            shard.flat.view(torch.uint8).copy_(data)
+            shard.filled = None
+            if data.nbytes:
+                shard.flat.view(torch.uint8).copy_(data)
+            elif one.nbytes:
+                self._fill_with_zeros(shard)
         if self._kept is not None:
             self._kept.add(new)
         self._bound_backlogs()
@@ -368,6 +375,13 @@ class Server:
             return torch.empty(one.shape, dtype=one.dtype, device="cpu"), 0
         offset = self._pool.allocate(one.nbytes)
         return self._pool.tensor_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
+
+    def _fill_with_zeros(self, shard: Shard) -> None:
+        if self._pool is None:
+            shard.flat.zero_()
+        else:
+            self._pool.clear(shard.offset, shard.flat.nbytes)
+        shard.filled = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _shards(self, entries: Sequence[Sequence[int]]) -> list[Shard]:
         shards, known = [], self._rounds.shards
