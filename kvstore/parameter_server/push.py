@@ -32,6 +32,8 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _REASON_BYTES = 1024
 _MESSAGE_BYTES = 4 << 20
 """Bytes of shards that share one message."""
+_DEFINE_BYTES = 16 << 20
+"""Bytes of initial values that share one message."""
 
 
 @dataclass(slots=True)
@@ -240,26 +242,37 @@ def initial_values(value: Value, shards: Sequence[ShardPlacement]) -> list[tuple
     return values
 
 
-def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
-    """Return the request that defines shards with their `initial_values` on a server."""
+def definition_requests(values: Sequence[tuple[ShardPlacement, Tensor]]) -> list[Request]:
+    """Return the requests that define shards with their `initial_values`; large ones are zeros first, then pieces."""
+    pieces: list[tuple[tuple[ShardPlacement, int, Tensor], ShardPlacement, int]] = []
+    for shard, value in values:
+        step = max(1, _DEFINE_BYTES // (shard.width * shard.layout.itemsize)) * shard.width
+        parts = [(0, value)]
+        if len(value) > step:
+            parts = [(0, value[:0]), *((first, value[first : first + step]) for first in range(0, shard.numel, step))]
+        pieces += [((shard, first, part), shard, part.nbytes) for first, part in parts]
+    return [_definition_request(server, group) for server, group in grouped_by_server(pieces, _DEFINE_BYTES)]
+
+
+def _definition_request(server: int, group: Sequence[tuple[ShardPlacement, int, Tensor]]) -> Request:
     definitions = [
         [
             shard.number,
             shard.layout.dtype,
-            list(shard.shape),
+            [len(value)] if 0 < len(value) < shard.numel else list(shard.shape),
             shard.width,
             msgpack.packb(shard.layout.key),
-            shard.begin,
+            shard.begin + first,
             shard.is_whole,
         ]
-        for shard, _ in group
+        for shard, first, value in group
     ]
     return Request(
         server,
         Define(0, definitions, None),
         "init",
-        nbytes=sum(value.nbytes for _, value in group),
-        frames=[frame_of(value) for _, value in group],
+        nbytes=sum(value.nbytes for *_, value in group),
+        frames=[frame_of(value) for *_, value in group],
     )
 
 

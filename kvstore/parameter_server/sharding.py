@@ -22,7 +22,7 @@ GRAIN = 65_536
 """Elements of the smallest shards of split keys, rounded down to whole rows."""
 _VECTOR = 64
 """Elements: shards begin at multiples of it, so that fused optimizers give the same bits as on the whole key."""
-_WIDEST = 1 << 20
+_WIDEST = 2 << 20
 """Bytes of the smallest shard: keys that would need larger ones to begin at whole rows are split within rows."""
 
 _LARGEST = 4 << 20

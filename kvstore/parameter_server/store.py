@@ -39,11 +39,11 @@ from gangline.kvstore.parameter_server.client.pending import RequestWork, comman
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import CLOSE_SECONDS, ServerClient
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, wait_requests
-from gangline.kvstore.parameter_server.push import PushEncoder, definition_request, initial_values
+from gangline.kvstore.parameter_server.push import PushEncoder, definition_requests, initial_values
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement, agree_on_keys, grouped_by_server
+from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement, agree_on_keys
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
 from gangline.kvstore.sparse import RowSparse
@@ -52,8 +52,6 @@ _log = logging.getLogger("gangline")
 _Result = TypeVar("_Result")
 _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
 _is_cuda = attrgetter("is_cuda")
-_DEFINE_BYTES = 16 << 20
-"""Bytes of initial values that share one message."""
 _closed_jobs: set[tuple[str, str]] = set()
 """Jobs with servers of their own whose store this process, or one that it was forked from, has closed."""
 
@@ -332,9 +330,7 @@ class DistStore(KVStore):
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         """Send the values of these keys to the servers."""
         values = [one for key, (value,) in pairs for one in initial_values(value, self._shards[key])]
-        parts = ((one, one[0], one[1].nbytes) for one in values)
-        requests = [definition_request(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
-        request_all(self._servers, requests, "init")
+        request_all(self._servers, definition_requests(values), "init")
 
     # Push and pull
 

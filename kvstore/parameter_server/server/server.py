@@ -332,7 +332,7 @@ class Server:
         return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
     def _define(self, worker: WorkerSession, message: protocol.Define, frames: list[memoryview]) -> None:
-        """Create shards, or overwrite the values of existing ones."""
+        """Create shards, or overwrite values of existing ones."""
         if worker.rank != 0:
             raise ProtocolError(f"worker {worker.rank} defines shards; only worker 0 may")
         self._thread_pool.drain()
@@ -350,11 +350,13 @@ class Server:
                 shard = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, thread)
                 self._rounds.shards[one.number] = shard
                 new.append(shard)
-            elif shard.flat.nbytes != one.nbytes or shard.flat.dtype is not one.dtype or shard.key != one.key:
+            first, count = one.begin - shard.begin, math.prod(one.shape)
+            fits = 0 <= first <= shard.flat.numel() - count
+            if not fits or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
             shard.filled = None
             if data.nbytes:
-                shard.flat.view(torch.uint8).copy_(data)
+                shard.flat[first : first + count].view(torch.uint8).copy_(data)
             elif one.nbytes:
                 self._fill_with_zeros(shard)
         if self._kept is not None:
