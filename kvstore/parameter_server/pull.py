@@ -124,7 +124,7 @@ class RowPull:
 
     def requests(self, number: int, what: str, priority: int) -> list[Request]:
         """Return the requests for the rows after round ``number``; shards without any of them are not asked."""
-        parts = rows_by_shard(self._ids, self._shards, empty=False)
+        parts = [part for part in rows_by_shard(self._ids, self._shards) if len(part[2])]
         self._missing = {shard.number: part for shard, part, _ in parts}
         if not parts:
             self._write()
@@ -164,18 +164,14 @@ def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> li
     """Build wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
     entries_of = (([shard.number, number, ROWS, 0], shard, 0) for shard, number in rounds)
     return [
-        Request(
-            server,
-            Pull(0, entries, has_rows=True, region=None),
-            call,
-            frames=[b""] * len(entries),
-            on_answer=_counter(len(entries)),
-        )
-        for server, entries in grouped_by_server(entries_of, 0)
+        Request(server, Pull(0, own, True, None), call, frames=[b""] * len(own), on_answer=_counter(own))
+        for server, own in grouped_by_server(entries_of, 0)
     ]
 
 
-def _counter(missing: int) -> Handler:
+def _counter(entries: Sequence[object]) -> Handler:
+    missing = len(entries)
+
     def take(message: Values, _: list[Tensor]) -> bool:
         nonlocal missing
         missing -= len(message.entries)

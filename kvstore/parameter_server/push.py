@@ -225,55 +225,40 @@ class PushEncoder:
         return [*map(_flat, dense)]
 
 
-def initial_values(value: Value, shards: Sequence[ShardPlacement]) -> list[tuple[ShardPlacement, Tensor]]:
-    """Return the elements of each shard of a value; none for shards of a row-sparse value that are zeros."""
+def definition_requests(
+    pairs: Sequence[tuple[Key, Sequence[Value]]], shards_of: Mapping[Key, Sequence[ShardPlacement]]
+) -> list[Request]:
+    """Return the requests that define the shards of keys by initial values: large shards as zeros, then in pieces."""
+    items: list[tuple[tuple[list[Any], Tensor], ShardPlacement, int]] = []
+    for shard, values in [one for key, (value,) in pairs for one in _initial_values(value, shards_of[key])]:
+        begin, packed = shard.begin, msgpack.packb(shard.layout.key)
+        step = max(1, _DEFINE_BYTES // (shard.width * shard.layout.itemsize)) * shard.width
+        parts = [values[at : at + step] for at in range(0, len(values), step)]
+        for part in [values[:0], *parts] if len(parts) > 1 else [values]:
+            shape = [len(part)] if 0 < len(part) < len(values) else [*shard.shape]
+            fields = [shard.number, shard.layout.dtype, shape, shard.width, packed, begin, shard.is_whole]
+            items.append(((fields, part), shard, part.nbytes))
+            begin += len(part)
+    requests = []
+    for server, group in grouped_by_server(items, _DEFINE_BYTES):
+        message, nbytes = Define(0, [fields for fields, _ in group], None), sum(part.nbytes for _, part in group)
+        requests.append(Request(server, message, "init", nbytes, [frame_of(part) for _, part in group]))
+    return requests
+
+
+def _initial_values(value: Value, shards: Sequence[ShardPlacement]) -> Iterable[tuple[ShardPlacement, Tensor]]:
+    """Yield the elements of each shard of a value; none for shards of a row-sparse value that are zeros."""
+    if isinstance(value, RowSparse) and value.indices.cpu().equal(torch.arange(value.shape[0], device="cpu")):
+        value = value.values
     if not isinstance(value, RowSparse):
         flat = value.detach().cpu().contiguous().view(-1)
-        return [(shard, flat[shard.begin : shard.begin + shard.numel]) for shard in shards]
-    if torch.equal(value.indices.cpu(), torch.arange(value.shape[0], device="cpu")):
-        return initial_values(value.values, shards)
+        yield from ((shard, flat[shard.begin : shard.begin + shard.numel]) for shard in shards)
+        return
     total = summed([value], torch.device("cpu"))
-    values = []
-    for shard, part, rows in rows_by_shard(total.indices, shards, empty=True):
-        elements = torch.zeros(shard.numel if len(rows) else 0, dtype=value.dtype, device="cpu")
-        if len(rows):
-            elements.view(-1, shard.width)[rows] = total.values.reshape(-1, shard.width)[part]
-        values.append((shard, elements))
-    return values
-
-
-def definition_requests(values: Sequence[tuple[ShardPlacement, Tensor]]) -> list[Request]:
-    """Return the requests that define shards with their `initial_values`; large ones are zeros first, then pieces."""
-    pieces: list[tuple[tuple[ShardPlacement, int, Tensor], ShardPlacement, int]] = []
-    for shard, value in values:
-        step = max(1, _DEFINE_BYTES // (shard.width * shard.layout.itemsize)) * shard.width
-        parts = [(0, value)]
-        if len(value) > step:
-            parts = [(0, value[:0]), *((first, value[first : first + step]) for first in range(0, shard.numel, step))]
-        pieces += [((shard, first, part), shard, part.nbytes) for first, part in parts]
-    return [_definition_request(server, group) for server, group in grouped_by_server(pieces, _DEFINE_BYTES)]
-
-
-def _definition_request(server: int, group: Sequence[tuple[ShardPlacement, int, Tensor]]) -> Request:
-    definitions = [
-        [
-            shard.number,
-            shard.layout.dtype,
-            [len(value)] if 0 < len(value) < shard.numel else list(shard.shape),
-            shard.width,
-            msgpack.packb(shard.layout.key),
-            shard.begin + first,
-            shard.is_whole,
-        ]
-        for shard, first, value in group
-    ]
-    return Request(
-        server,
-        Define(0, definitions, None),
-        "init",
-        nbytes=sum(value.nbytes for *_, value in group),
-        frames=[frame_of(value) for *_, value in group],
-    )
+    for shard, part, rows in rows_by_shard(total.indices, shards):
+        values = torch.zeros(shard.numel if len(rows) else 0, dtype=value.dtype, device="cpu")
+        values.view(-1, shard.width)[rows] = total.values.reshape(-1, shard.width)[part]
+        yield shard, values
 
 
 def _reduced(values: Sequence[Tensor]) -> Tensor:
@@ -295,5 +280,5 @@ def _rows_of(rows: RowSparse, shards: Sequence[ShardPlacement]) -> list[tuple[Sh
     values = rows.values.reshape(-1, shards[0].width)
     return [
         (shard, torch.cat([bytes_of(numbers), bytes_of(values[part])]) if len(numbers) else _EMPTY)
-        for shard, part, numbers in rows_by_shard(rows.indices, shards, empty=True)
+        for shard, part, numbers in rows_by_shard(rows.indices, shards)
     ]

@@ -22,8 +22,6 @@ GRAIN = 65_536
 """Elements of the smallest shards of split keys, rounded down to whole rows."""
 _VECTOR = 64
 """Elements: shards begin at multiples of it, so that fused optimizers give the same bits as on the whole key."""
-_WIDEST = 2 << 20
-"""Bytes of the smallest shard: keys that would need larger ones to begin at whole rows are split within rows."""
 
 _LARGEST = 4 << 20
 _LARGEST_OF_TABLE = 8 << 30
@@ -65,9 +63,9 @@ class KeyLayout:
 
     @cached_property
     def grain(self) -> int:
-        """Elements: shards begin at multiples of it, which are whole rows unless these are very wide."""
+        """Elements: shards begin at multiples of it, which are whole rows unless that needs large shards."""
         rows = math.lcm(self.row, _VECTOR)
-        is_split_within = rows * self.itemsize > _WIDEST and not self.is_table
+        is_split_within = rows * self.itemsize > _LARGEST // 2 and not self.is_table
         return GRAIN if is_split_within else rows * max(1, GRAIN // rows)
 
     def empty(self, rows: int | None = None) -> Tensor:
@@ -108,17 +106,10 @@ class ShardPlacement:
         return self.layout.row if self.is_whole else math.gcd(self.layout.row, self.layout.grain)
 
 
-def rows_by_shard(
-    ids: Tensor, shards: Sequence[ShardPlacement], *, empty: bool
-) -> list[tuple[ShardPlacement, slice, Tensor]]:
-    """Return for the shards of a key their part of distinct ascending rows, and its numbers within the shard.
+def rows_by_shard(ids: Tensor, shards: Sequence[ShardPlacement]) -> list[tuple[ShardPlacement, slice, Tensor]]:
+    """Return for each shard of a key its part of distinct ascending rows, and their numbers within the shard.
 
-    Rows of a key that is split within rows are several rows of its shards: parts are slices of these.
-
-    Args:
-        ids: row numbers.
-        shards: all shards of the key.
-        empty: whether to return shards without any of these rows.
+    A part is a slice of rows of `ShardPlacement.width`.
     """
     width = shards[0].width
     split = shards[0].layout.row // width
@@ -129,7 +120,6 @@ def rows_by_shard(
     return [
         (shard, slice(start, stop), ids[start:stop] - shard.begin // width)
         for shard, start, stop in zip(shards, [0, *stops], stops, strict=False)
-        if empty or start < stop
     ]
 
 
@@ -206,8 +196,8 @@ def agree_on_keys(
     """Return the keys that are new, in the same order on all workers.
 
     Args:
-        gathered: key, dtype, shape and whether its value is row-sparse, of each key by worker in rank order; None for a
-            worker inside join(). A key is a table if its value is row-sparse on any worker.
+        gathered: key, dtype, shape and whether its value is row-sparse, by worker in rank order; None for a worker
+            inside join(). A key is a table if its value is row-sparse on any worker.
         known: shards of each key that is already initialised.
 
     Raises:

@@ -39,7 +39,7 @@ from gangline.kvstore.parameter_server.client.pending import RequestWork, comman
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import CLOSE_SECONDS, ServerClient
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, wait_requests
-from gangline.kvstore.parameter_server.push import PushEncoder, definition_requests, initial_values
+from gangline.kvstore.parameter_server.push import PushEncoder, definition_requests
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
@@ -302,10 +302,7 @@ class DistStore(KVStore):
 
     def _init(self, pairs: Pushed, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
         self._continuation.check_setting_up("init")
-        layouts = [
-            [key, name_of_dtype(value.dtype), list(value.shape), isinstance(value, RowSparse)]
-            for key, (value,) in pairs
-        ]
+        layouts = [[key, name_of_dtype(one.dtype), list(one.shape), type(one) is RowSparse] for key, (one,) in pairs]
         gathered = self._workers.all_gather(layouts, "init")
         if self._scheduler.is_elastic:  # only workers of the start take part
             gathered = [one for one in gathered if one is not None]
@@ -329,8 +326,7 @@ class DistStore(KVStore):
 
     def _define(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         """Send the values of these keys to the servers."""
-        values = [one for key, (value,) in pairs for one in initial_values(value, self._shards[key])]
-        request_all(self._servers, definition_requests(values), "init")
+        request_all(self._servers, definition_requests(pairs, self._shards), "init")
 
     # Push and pull
 

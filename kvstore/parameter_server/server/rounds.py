@@ -240,7 +240,7 @@ class ShardRounds:
         update = partial(self._update_by, shard, this, values, absent)
         note = partial(self._note_problem, shard, this)
         rows = None if kept is None else self._changed_rows(shard, [one.value for one in values])
-        work = partial(self._change, shard, shard.closed + 1, rows, update, note)
+        work = partial(self._change, shard, shard.closed + 1, update, rows, note)
         if recorder.current is not None:
             work = partial(_in_span, f"update of {shard.key!r}", work)
         self._thread_pool.run(shard.thread, nbytes, work, partial(self._end_round, shard, this))
@@ -284,12 +284,7 @@ class ShardRounds:
         self._closed(shard, this)
 
     def _change(
-        self,
-        shard: Shard,
-        closed: int,
-        rows: Tensor | None,
-        update: Callable[[], None],
-        note: Callable[[str], None] = lambda _: None,
+        self, shard: Shard, closed: int, update: Callable[[], None], rows: Tensor | None, note: Callable[[str], None]
     ) -> None:
         """Update rows of a shard, in its thread; where memory outlives this process, completely or not at all."""
         kept = self.kept
@@ -313,9 +308,8 @@ class ShardRounds:
         problems: list[str] = []
         for shard in optimizers.kept:
             update = partial(optimizers.update_kept, shard, factor, learning_rate)
-            total = optimizers.sum_of(shard)
-            rows = total.indices if isinstance(total, RowSparse) else None
-            work = partial(self._change, shard, shard.closed, rows, update)
+            rows = self._changed_rows(shard, [optimizers.sum_of(shard)])
+            work = partial(self._change, shard, shard.closed, update, rows, lambda _: None)
             self._thread_pool.run(shard.thread, shard.flat.nbytes, work, problems.append)
         self._thread_pool.drain()
         if any(problems):

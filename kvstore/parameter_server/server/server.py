@@ -337,9 +337,8 @@ class Server:
             raise ProtocolError(f"worker {worker.rank} defines shards; only worker 0 may")
         self._thread_pool.drain()
         definitions = [optimizer_shards.Definition.read(one) for one in message.shards]
-        sizes = [one.nbytes for one in definitions]
-        if message.region is None and len(frames) == len(sizes):
-            sizes = [size if len(frame) else 0 for size, frame in zip(sizes, frames, strict=True)]
+        zeros = {at for at, frame in enumerate(frames) if not len(frame)}
+        sizes = [0 if at in zeros else one.nbytes for at, one in enumerate(definitions)]
         datas = self._data(worker, sizes, message.region, frames)
         new = []
         for one, data in zip(definitions, datas, strict=True):
@@ -354,11 +353,13 @@ class Server:
             fits = 0 <= first <= shard.flat.numel() - count
             if not fits or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
-            shard.filled = None
+            shard.filled = None if data.nbytes else torch.empty(0, dtype=torch.int64, device="cpu")
             if data.nbytes:
                 shard.flat[first : first + count].view(torch.uint8).copy_(data)
-            elif one.nbytes:
-                self._fill_with_zeros(shard)
+            elif self._pool is None:
+                shard.flat.zero_()
+            else:
+                self._pool.clear(shard.offset, shard.flat.nbytes)
         if self._kept is not None:
             self._kept.add(new)
         self._bound_backlogs()
@@ -377,13 +378,6 @@ class Server:
             return torch.empty(one.shape, dtype=one.dtype, device="cpu"), 0
         offset = self._pool.allocate(one.nbytes)
         return self._pool.tensor_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
-
-    def _fill_with_zeros(self, shard: Shard) -> None:
-        if self._pool is None:
-            shard.flat.zero_()
-        else:
-            self._pool.clear(shard.offset, shard.flat.nbytes)
-        shard.filled = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _shards(self, entries: Sequence[Sequence[int]]) -> list[Shard]:
         shards, known = [], self._rounds.shards

@@ -195,11 +195,9 @@ class Shard:
                 weights += (one.weight,)
         if sparse and not dense:
             return mean_of_rows(sparse, weights, absent) if weights else summed(sparse, self.flat.device)
-        if sparse:
-            values = [one.value for one in pushes]
-            dense = [
-                one.to_dense().view(-1) if isinstance(one, RowSparse) else one for one in values if one is not None
-            ]
+        for index, one in enumerate(pushes if sparse else ()):
+            if isinstance(one.value, RowSparse):
+                dense.insert(index, one.value.to_dense().view(-1))
         out = allocate()
         add_up(dense, out, weights, absent)
         return out
