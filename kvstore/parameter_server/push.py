@@ -18,6 +18,7 @@ from gangline.kvstore.compression import compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.serialization import bytes_of
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
@@ -231,12 +232,16 @@ def definition_requests(
     """Return the requests that define the shards of keys by initial values: large shards as zeros, then in pieces."""
     items: list[tuple[tuple[list[Any], Tensor], ShardPlacement, int]] = []
     for shard, values in [one for key, (value,) in pairs for one in _initial_values(value, shards_of[key])]:
-        begin, packed = shard.begin, msgpack.packb(shard.layout.key)
+        key, nbytes, most = shard.layout.key, shard.nbytes, protocol.MAX_SHARD
+        if nbytes > most:
+            raise ValueError(f"key {key!r} has {nbytes} bytes in one shard; a message holds {most}")
+        begin, packed = shard.begin, msgpack.packb(key)
         step = max(1, _DEFINE_BYTES // (shard.width * shard.layout.itemsize)) * shard.width
         parts = [values[at : at + step] for at in range(0, len(values), step)]
         for part in [values[:0], *parts] if len(parts) > 1 else [values]:
-            shape = [len(part)] if 0 < len(part) < len(values) else [*shard.shape]
-            fields = [shard.number, shard.layout.dtype, shape, shard.width, packed, begin, shard.is_whole]
+            is_part = 0 < len(part) < len(values)
+            shape, is_whole = ([len(part)], False) if is_part else ([*shard.shape], shard.is_whole)
+            fields = [shard.number, shard.layout.dtype, shape, shard.width, packed, begin, is_whole]
             items.append(((fields, part), shard, part.nbytes))
             begin += len(part)
     requests = []

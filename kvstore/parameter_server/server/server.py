@@ -350,7 +350,7 @@ class Server:
                 self._rounds.shards[one.number] = shard
                 new.append(shard)
             first, count = one.begin - shard.begin, math.prod(one.shape)
-            fits = 0 <= first <= shard.flat.numel() - count
+            fits = 0 <= first <= shard.flat.numel() - count and (not one.is_whole or count == shard.flat.numel())
             if not fits or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
             shard.filled = None if data.nbytes else torch.empty(0, dtype=torch.int64, device="cpu")
