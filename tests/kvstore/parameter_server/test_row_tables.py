@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gangline import kvstore
+import gangline
+from gangline import KVStore, kvstore
 from gangline.kvstore import RowSparse
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.client.request import Request
@@ -152,6 +153,23 @@ def test_values_and_state_of_tables_are_those_of_a_local_store(name: str, first:
                 torch.testing.assert_close(*outs)  # norms are summed by shard
             else:
                 assert outs[0].equal(outs[1]), step
+
+
+def test_embeddings_with_sparse_gradients_become_tables_of_a_trainer() -> None:
+    def train(kv: KVStore) -> Tensor:
+        torch.manual_seed(0)
+        net = torch.nn.Embedding(40_000, 33, sparse=True)
+        trainer = gangline.Trainer(net, "adam", {"learning_rate": 0.1}, kvstore=kv)
+        for step in range(3):
+            trainer.zero_grad()
+            net(torch.tensor([step, 39_000, 7])).square().sum().backward()
+            trainer.step(1)
+        return net.weight.detach()
+
+    with Job(1, 2) as job, job.stores()[0] as kv:
+        weight = train(kv)
+        assert [shard.width for shard in kv._shards["weight"]] == [33, 33]
+    assert weight.equal(train(kvstore.create("local")))
 
 
 # What a server works on
