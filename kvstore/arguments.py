@@ -52,11 +52,16 @@ def keys_of(pairs: Sequence[tuple[Key, Any]]) -> list[Key]:
     return pairs.key_list if type(pairs) is ByPosition else [key for key, _ in pairs]
 
 
-def single(key: Any, value: Any) -> Pairs:
-    """Return keys with exactly one tensor each; as in MXNet, a single key's tensor may be in a list."""
+def single(key: Any, value: Any) -> Pushed:
+    """Return keys with exactly one value each; as in MXNet, a single key's tensor may be in a list."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(key, (list, tuple)):
         value = value[0]
-    return [(_checked_key(one), [_dense(one, tensor)]) for one, tensor in _zipped(key, value)]
+    return [(_checked_key(one), [_value(one, tensor)]) for one, tensor in _zipped(key, value)]
+
+
+def dense(pairs: Pushed) -> Pairs:
+    """Return the same keys with dense values."""
+    return [(key, [one.to_dense() if isinstance(one, RowSparse) else one for one in values]) for key, values in pairs]
 
 
 def pushed(key: Any, value: Any) -> Pushed:
@@ -228,11 +233,6 @@ def _value(key: Any, value: Any) -> Value:
     if value.layout != torch.strided:
         raise ValueError(f"key {key!r} has a value of layout {value.layout}; expected a dense or a sparse_coo tensor")
     return _without_grad(value)
-
-
-def _dense(key: Any, value: Any) -> torch.Tensor:
-    value = _value(key, value)
-    return value.to_dense() if isinstance(value, RowSparse) else value
 
 
 def _writable(key: Any, value: Any) -> torch.Tensor:

@@ -29,6 +29,7 @@ from gangline.kvstore.arguments import (
     check_mean,
     check_shard,
     checked_priority,
+    dense,
     keys_of,
     outs,
     pushed,
@@ -283,7 +284,9 @@ class KVStore(abc.ABC):
 
         Args:
             key: one key or a list of keys.
-            value: one tensor per key, of any shape; a sparse one is stored dense.
+            value: one tensor per key, of any shape; a sparse one is stored dense. In a dist_* store a `RowSparse` makes
+                a table, of which calls cost in proportion to the rows that they move; a part of it that a server holds
+                takes no memory until rows of it are not 0.
             async_op: return at once.
 
         Raises:
@@ -305,7 +308,7 @@ class KVStore(abc.ABC):
             for one, (tensor,) in pairs:
                 self._layout[one] = (tensor.shape, tensor.dtype)
         try:
-            return self._init(pairs, async_op)
+            return self._init(pairs if self._takes_tables else dense(pairs), async_op)
         except BaseException:  # raised again
             self._forget([one for one, _ in pairs])
             raise
@@ -776,7 +779,7 @@ class KVStore(abc.ABC):
         Collective: all workers must call it. The arguments are those of `init`.
         """
         self._check_open()
-        pairs = single(key, value)
+        pairs = dense(single(key, value))
         self._check(pairs)
         self._assign(pairs)
 
@@ -956,7 +959,7 @@ class KVStore(abc.ABC):
     # What a store implements; arguments are checked already
 
     @abc.abstractmethod
-    def _init(self, pairs: Pairs, async_op: bool) -> Work: ...
+    def _init(self, pairs: Any, async_op: bool) -> Work: ...
 
     @abc.abstractmethod
     def _push(self, pairs: Pushed, priority: int, async_op: bool) -> Work: ...
@@ -1060,6 +1063,8 @@ class KVStore(abc.ABC):
     # Checks
 
     _when_closed = "create a new one"
+    _takes_tables = False
+    """True if `_init` takes a `RowSparse` as well."""
 
     def _check_open(self) -> None:
         if self._closed:

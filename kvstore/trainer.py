@@ -18,7 +18,7 @@ from gangline.kvstore.interface import KVStore, check_kept
 from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_not_negative
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
-from gangline.kvstore.reducer.reducer import Reducer, check_frozen, cudnn_weights, sparse_tables
+from gangline.kvstore.reducer.reducer import Reducer, as_tables, check_frozen, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeights
 from gangline.kvstore.reducer.written_gradients import WrittenGradients
 from gangline.kvstore.reducer.written_weights import WrittenWeights
@@ -163,18 +163,19 @@ class Trainer(NetworkState):
         assert group is not None
         self._optimizer = group
         weights = list(self._parameters.values())
+        tables = () if network is None else sparse_tables(network)
         on_gpus = any(weight.is_cuda for weight in weights)
         keeps_memory = on_gpus and (network is None or len({weight.device for weight in weights}) > 1)
         self._reducer = Reducer(
             [self._trained],
             self.kvstore,
             loose=self._trained if keeps_memory else () if network is None else cudnn_weights(network),
-            sparse=() if network is None else sparse_tables(network),
+            sparse=tables,
             in_place=self.kvstore.num_workers == 1,
             group=group,
         )
         try:  # last, because keys cannot be removed from the store
-            self.kvstore.broadcast(list(self._parameters), weights, weights)
+            self.kvstore.broadcast(list(self._parameters), as_tables(self.kvstore, self._parameters, tables), weights)
         except BaseException:  # raised again
             self._reducer.close()
             raise

@@ -16,7 +16,7 @@ from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.reducer.owned_keys import OwnedKeys
-from gangline.kvstore.reducer.reducer import Reducer, cudnn_weights, sparse_tables
+from gangline.kvstore.reducer.reducer import Reducer, as_tables, cudnn_weights, sparse_tables
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
 from gangline.kvstore.reducer.written_weights import WrittenWeights
 from gangline.kvstore.sparse import of_gradient
@@ -407,7 +407,9 @@ def _init_store(
     if store.is_elastic:  # before the first pull, with which workers that join take part
         replicas.load_untrained(store.group.broadcast(replicas.untrained(), "init_optimizer"))
     new = [name for name in names if name not in held]
-    store.broadcast(new, [replicas.weights(name)[0] for name in new], [replicas.weights(name) for name in new])
+    tables = {plain_name(name) for name in sparse_tables(replicas.first.network)}
+    values = as_tables(store, {name: replicas.weights(name)[0] for name in new}, tables)
+    store.broadcast(new, values, [replicas.weights(name) for name in new])
     if held:
         _assign(store, replicas, held)
     assert group is not None

@@ -17,7 +17,7 @@ from gangline.kvstore.group.serialization import dtype_named
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Pull, Values
-from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
+from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server, rows_by_shard
 from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import region_of
 from gangline.kvstore.sparse import RowSparse, write_rows
@@ -120,36 +120,34 @@ class RowPull:
         self._ids = torch.unique(torch.cat([ids.reshape(-1).cpu() for _, ids in targets]))  # ascending
         dtype = dtype_named(self._layout.dtype)
         self._rows = torch.empty(len(self._ids), self._layout.row, dtype=dtype, device="cpu")
-        self._missing = len(shards)
+        self._missing: dict[int, slice] = {}  # by number of the shard
 
     def requests(self, number: int, what: str, priority: int) -> list[Request]:
-        """Return one request per shard for its part of the rows after round ``number``."""
-        requests = []
-        for shard in self._shards:
-            blocks, inside = shard.blocks_of(self._ids)
-            wanted = blocks[inside].contiguous()
-            entries = [[shard.number, number, ROWS, wanted.nbytes]]
-            data = wanted.view(torch.uint8) if wanted.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-            requests.append(
-                Request(
-                    shard.server,
-                    Pull(0, entries, has_rows=True, region=None),
-                    what,
-                    frames=[frame_of(data)],
-                    on_answer=self._handler(shard, inside),
-                    priority=priority,
-                )
-            )
+        """Return the requests for the rows after round ``number``; shards without any of them are not asked."""
+        parts = [part for part in rows_by_shard(self._ids, self._shards) if len(part[2])]
+        self._missing = {shard.number: part for shard, part, _ in parts}
+        if not parts:
+            self._write()
+        row_bytes = self._shards[0].width * self._layout.itemsize
+        wanted = [((shard, rows), shard, len(rows) * row_bytes) for shard, _, rows in parts]
+        requests: list[Request] = []
+        for server, group in grouped_by_server(wanted, _MESSAGE_BYTES):
+            entries = [[shard.number, number, ROWS, rows.nbytes] for shard, rows in group]
+            frames = [frame_of(rows) for _, rows in group]
+            handle = self._handler({shard.number for shard, _ in group})
+            message = Pull(0, entries, has_rows=True, region=None)
+            requests += (Request(server, message, what, frames=frames, on_answer=handle, priority=priority),)
         return requests
 
-    def _handler(self, shard: ShardPlacement, inside: Tensor) -> Handler:
-        def take(_: Values, datas: list[Tensor]) -> bool:
-            blocks = self._rows.view(-1, shard.width)
-            blocks[inside] = typed(datas[0], blocks.dtype).view(-1, shard.width)
-            self._missing -= 1
+    def _handler(self, requested: set[int]) -> Handler:
+        def take(message: Values, datas: list[Tensor]) -> bool:
+            rows = self._rows.view(-1, self._shards[0].width)
+            for (number, *_), data in zip(message.entries, datas, strict=True):
+                if (part := self._missing.pop(number, None)) is not None:
+                    rows[part] = typed(data, rows.dtype).view(-1, rows.shape[1])
             if not self._missing:
                 self._write()
-            return True
+            return self._missing.keys().isdisjoint(requested)
 
         return take
 
@@ -166,18 +164,14 @@ def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> li
     """Build wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
     entries_of = (([shard.number, number, ROWS, 0], shard, 0) for shard, number in rounds)
     return [
-        Request(
-            server,
-            Pull(0, entries, has_rows=True, region=None),
-            call,
-            frames=[b""] * len(entries),
-            on_answer=_counter(len(entries)),
-        )
-        for server, entries in grouped_by_server(entries_of, 0)
+        Request(server, Pull(0, own, True, None), call, frames=[b""] * len(own), on_answer=_counter(own))
+        for server, own in grouped_by_server(entries_of, 0)
     ]
 
 
-def _counter(missing: int) -> Handler:
+def _counter(entries: Sequence[object]) -> Handler:
+    missing = len(entries)
+
     def take(message: Values, _: list[Tensor]) -> bool:
         nonlocal missing
         missing -= len(message.entries)

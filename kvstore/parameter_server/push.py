@@ -18,12 +18,13 @@ from gangline.kvstore.compression import compress_checked
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.serialization import bytes_of
 from gangline.kvstore.optimizer.spec import Key
+from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import ServerClient
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS, Define, Push
 from gangline.kvstore.parameter_server.pull import PullTargets
-from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server
+from gangline.kvstore.parameter_server.sharding import ShardPlacement, grouped_by_server, rows_by_shard
 from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
 from gangline.kvstore.sparse import RowSparse, summed
@@ -32,6 +33,8 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _REASON_BYTES = 1024
 _MESSAGE_BYTES = 4 << 20
 """Bytes of shards that share one message."""
+_DEFINE_BYTES = 16 << 20
+"""Bytes of initial values that share one message."""
 
 
 @dataclass(slots=True)
@@ -173,7 +176,7 @@ class PushEncoder:
                 continue
             if not count:
                 rows = summed([value for value in values if isinstance(value, RowSparse)], torch.device("cpu"))
-                encoded += [ShardValue(shard, ROWS, [_rows_of(rows, shard)]) for shard in shards]
+                encoded += [ShardValue(shard, ROWS, [data]) for shard, data in _rows_of(rows, shards)]
                 continue
             flats, end = on_host[end : end + count], end + count
             if self.compressed is None or not flats[0].is_floating_point():
@@ -223,27 +226,44 @@ class PushEncoder:
         return [*map(_flat, dense)]
 
 
-def definition_request(server: int, group: Sequence[tuple[ShardPlacement, Tensor]]) -> Request:
-    """Return the request that defines shards with their initial values on a server."""
-    definitions = [
-        [
-            shard.number,
-            shard.layout.dtype,
-            list(shard.shape),
-            shard.width,
-            msgpack.packb(shard.layout.key),
-            shard.begin,
-            shard.is_whole,
-        ]
-        for shard, _ in group
-    ]
-    return Request(
-        server,
-        Define(0, definitions, None),
-        "init",
-        nbytes=sum(shard.nbytes for shard, _ in group),
-        frames=[frame_of(value) for _, value in group],
-    )
+def definition_requests(
+    pairs: Sequence[tuple[Key, Sequence[Value]]], shards_of: Mapping[Key, Sequence[ShardPlacement]]
+) -> list[Request]:
+    """Return the requests that define the shards of keys by initial values: large shards as zeros, then in pieces."""
+    items: list[tuple[tuple[list[Any], Tensor], ShardPlacement, int]] = []
+    for shard, values in [one for key, (value,) in pairs for one in _initial_values(value, shards_of[key])]:
+        key, nbytes, most = shard.layout.key, shard.nbytes, protocol.MAX_SHARD
+        if nbytes > most:
+            raise ValueError(f"key {key!r} has {nbytes} bytes in one shard; a message holds {most}")
+        begin, packed = shard.begin, msgpack.packb(key)
+        step = max(1, _DEFINE_BYTES // (shard.width * shard.layout.itemsize)) * shard.width
+        parts = [values[at : at + step] for at in range(0, len(values), step)]
+        for part in [values[:0], *parts] if len(parts) > 1 else [values]:
+            is_part = 0 < len(part) < len(values)
+            shape, is_whole = ([len(part)], False) if is_part else ([*shard.shape], shard.is_whole)
+            fields = [shard.number, shard.layout.dtype, shape, shard.width, packed, begin, is_whole]
+            items.append(((fields, part), shard, part.nbytes))
+            begin += len(part)
+    requests = []
+    for server, group in grouped_by_server(items, _DEFINE_BYTES):
+        message, nbytes = Define(0, [fields for fields, _ in group], None), sum(part.nbytes for _, part in group)
+        requests.append(Request(server, message, "init", nbytes, [frame_of(part) for _, part in group]))
+    return requests
+
+
+def _initial_values(value: Value, shards: Sequence[ShardPlacement]) -> Iterable[tuple[ShardPlacement, Tensor]]:
+    """Yield the elements of each shard of a value; none for shards of a row-sparse value that are zeros."""
+    if isinstance(value, RowSparse) and value.indices.cpu().equal(torch.arange(value.shape[0], device="cpu")):
+        value = value.values
+    if not isinstance(value, RowSparse):
+        flat = value.detach().cpu().contiguous().view(-1)
+        yield from ((shard, flat[shard.begin : shard.begin + shard.numel]) for shard in shards)
+        return
+    total = summed([value], torch.device("cpu"))
+    for shard, part, rows in rows_by_shard(total.indices, shards):
+        values = torch.zeros(shard.numel if len(rows) else 0, dtype=value.dtype, device="cpu")
+        values.view(-1, shard.width)[rows] = total.values.reshape(-1, shard.width)[part]
+        yield shard, values
 
 
 def _reduced(values: Sequence[Tensor]) -> Tensor:
@@ -260,12 +280,10 @@ def _flat(value: Tensor) -> Tensor:
     return flat if flat.ndim == 1 else flat.view(-1)
 
 
-def _rows_of(rows: RowSparse, shard: ShardPlacement) -> Tensor:
-    """Return a shard's part of row-sparse values as bytes: int64 row numbers, then rows of the shard's width."""
-    if not shard.layout.numel:  # rows without elements
-        return _EMPTY
-    indices, values = rows.indices, rows.values.reshape(len(rows.indices), shard.layout.row)
-    if not shard.is_whole:
-        indices, inside = shard.blocks_of(indices)
-        indices, values = indices[inside], values.reshape(-1, shard.width)[inside]
-    return torch.cat([bytes_of(indices.contiguous()), bytes_of(values.contiguous())])
+def _rows_of(rows: RowSparse, shards: Sequence[ShardPlacement]) -> list[tuple[ShardPlacement, Tensor]]:
+    """Return each shard's part of row-sparse values as bytes: int64 row numbers, then rows of the shard's width."""
+    values = rows.values.reshape(-1, shards[0].width)
+    return [
+        (shard, torch.cat([bytes_of(numbers), bytes_of(values[part])]) if len(numbers) else _EMPTY)
+        for shard, part, numbers in rows_by_shard(rows.indices, shards)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,12 +19,15 @@ from gangline.kvstore.placement import place
 
 _T = TypeVar("_T")
 GRAIN = 65_536
+"""Elements of the smallest shards of split keys, rounded down to whole rows."""
+_VECTOR = 64
 """Elements: shards begin at multiples of it, so that fused optimizers give the same bits as on the whole key."""
 
 _LARGEST = 4 << 20
+_LARGEST_OF_TABLE = 8 << 30
 _SMALLEST = 1 << 18
 _PER_SERVER = 4
-"""Shards of a key per server, unless they would be smaller than `_SMALLEST`."""
+"""Shards of a key per server, unless they would be smaller than `_SMALLEST`; of a table one, which all calls reach."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class KeyLayout:
     dtype: str
     """Name of the torch dtype, such as "float32"."""
     shape: tuple[int, ...]
+    is_table: bool = field(default=False, compare=False)
+    """True if it was initialised with a `RowSparse`."""
 
     @cached_property
     def itemsize(self) -> int:
@@ -51,14 +56,22 @@ class KeyLayout:
         """Number of bytes."""
         return self.numel * self.itemsize
 
-    @property
+    @cached_property
     def row(self) -> int:
         """Elements per row, the unit of row-sparse values."""
         return max(1, math.prod(self.shape[1:]))
 
-    def empty(self) -> Tensor:
-        """Return an uninitialised host tensor of this layout."""
-        return torch.empty(self.shape, dtype=dtype_named(self.dtype), device="cpu")
+    @cached_property
+    def grain(self) -> int:
+        """Elements: shards begin at multiples of it, which are whole rows unless that needs large shards."""
+        rows = math.lcm(self.row, _VECTOR)
+        is_split_within = rows * self.itemsize > _LARGEST // 2 and not self.is_table
+        return GRAIN if is_split_within else rows * max(1, GRAIN // rows)
+
+    def empty(self, rows: int | None = None) -> Tensor:
+        """Return an uninitialised host tensor of this layout; of at most ``rows`` rows."""
+        shape = (*(min(length, rows or length) for length in self.shape[:1]), *self.shape[1:])
+        return torch.empty(shape, dtype=dtype_named(self.dtype), device="cpu")
 
 
 @dataclass(frozen=True)
@@ -89,14 +102,25 @@ class ShardPlacement:
 
     @property
     def width(self) -> int:
-        """Elements per row of the shard: the key's row, or its greatest common divisor with `GRAIN` if it is split."""
-        return self.layout.row if self.is_whole else math.gcd(self.layout.row, GRAIN)
+        """Elements per row of the shard: the key's row, or a divisor of it if the key is split within rows."""
+        return self.layout.row if self.is_whole else math.gcd(self.layout.row, self.layout.grain)
 
-    def blocks_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers in this shard of all its rows that rows of the key consist of, and which are inside it."""
-        split = self.layout.row // self.width
-        blocks = (rows[:, None] * split + torch.arange(split, device="cpu")).view(-1) - self.begin // self.width
-        return blocks, (blocks >= 0) & (blocks < self.numel // self.width)
+
+def rows_by_shard(ids: Tensor, shards: Sequence[ShardPlacement]) -> list[tuple[ShardPlacement, slice, Tensor]]:
+    """Return for each shard of a key its part of distinct ascending rows, and their numbers within the shard.
+
+    A part is a slice of rows of `ShardPlacement.width`.
+    """
+    width = shards[0].width
+    split = shards[0].layout.row // width
+    if split > 1:
+        ids = (ids[:, None] * split + torch.arange(split, device="cpu")).view(-1)
+    ends = torch.tensor([(shard.begin + shard.numel) // width for shard in shards], device="cpu")
+    stops = torch.searchsorted(ids, ends).tolist()
+    return [
+        (shard, slice(start, stop), ids[start:stop] - shard.begin // width)
+        for shard, start, stop in zip(shards, [0, *stops], stops, strict=False)
+    ]
 
 
 class Sharding:
@@ -132,16 +156,17 @@ class Sharding:
         return shards
 
     def _sizes(self, layout: KeyLayout) -> list[int]:
-        """Return the elements of each shard: the same number of shards per server, sizes as equal as `GRAIN` allows."""
-        servers = len(self.loads)
-        share = -(-layout.nbytes // (servers * _PER_SERVER)) if servers > 1 else _LARGEST
-        nbytes = min(_LARGEST, max(_SMALLEST, share))
-        grains = -(-layout.numel // GRAIN)
+        """Return the elements of each shard: the same number of shards per server, as equal as the grain allows."""
+        servers, grain = len(self.loads), layout.grain
+        largest = _LARGEST_OF_TABLE if layout.is_table else _LARGEST
+        count = servers * (1 if layout.is_table else _PER_SERVER)
+        nbytes = min(largest, max(_SMALLEST, -(-layout.nbytes // count) if servers > 1 else largest))
+        grains = -(-layout.numel // grain)
         if layout.nbytes <= nbytes or grains < 2:
             return [layout.numel]
         count = min(grains, math.ceil(math.ceil(layout.nbytes / nbytes) / servers) * servers)
         few, more = divmod(grains, count)
-        sizes = [(few + (index < more)) * GRAIN for index in range(count)]
+        sizes = [(few + (index < more)) * grain for index in range(count)]
         return [*sizes[:-1], layout.numel - sum(sizes[:-1])]
 
 
@@ -171,7 +196,8 @@ def agree_on_keys(
     """Return the keys that are new, in the same order on all workers.
 
     Args:
-        gathered: key, dtype and shape of each key, by worker in rank order; None for a worker inside join().
+        gathered: key, dtype, shape and whether its value is row-sparse, by worker in rank order; None for a worker
+            inside join(). A key is a table if its value is row-sparse on any worker.
         known: shards of each key that is already initialised.
 
     Raises:
@@ -184,10 +210,11 @@ def agree_on_keys(
         raise RuntimeError(f"init() was called while worker {joined} is in join(); call it when all take part")
     workers = [one for one in gathered if one is not None]
     _check_same_keys(workers)
+    tables = {key for layouts in workers for key, *_, is_sparse in layouts if is_sparse}
     new: dict[Key, tuple[int, KeyLayout]] = {}
     for rank, layouts in enumerate(workers):
-        for key, dtype, shape in layouts:
-            layout = KeyLayout(key, dtype, tuple(shape))
+        for key, dtype, shape, _ in layouts:
+            layout = KeyLayout(key, dtype, tuple(shape), key in tables)
             is_known = key in known
             first, other = (0, known[key][0].layout) if is_known else new.get(key, (rank, layout))
             if other != layout:

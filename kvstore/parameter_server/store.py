@@ -22,7 +22,7 @@ from gangline.collectives.errors import DeadNodeError, GanglineError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.work import Work, WorkQueue
-from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, by_key, merged, tensors_of
+from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, merged, tensors_of
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
@@ -39,20 +39,19 @@ from gangline.kvstore.parameter_server.client.pending import RequestWork, comman
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
 from gangline.kvstore.parameter_server.client.server_client import CLOSE_SECONDS, ServerClient
 from gangline.kvstore.parameter_server.pull import PullTargets, RowPull, wait_requests
-from gangline.kvstore.parameter_server.push import PushEncoder, definition_request
+from gangline.kvstore.parameter_server.push import PushEncoder, definition_requests
 from gangline.kvstore.parameter_server.restart import Continuation
 from gangline.kvstore.parameter_server.roles import serve_if_assigned
 from gangline.kvstore.parameter_server.server import optimizer_shards
-from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement, agree_on_keys, grouped_by_server
+from gangline.kvstore.parameter_server.sharding import Sharding, ShardPlacement, agree_on_keys
 from gangline.kvstore.parameter_server.torchrun import ChildServers, start_child_servers
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool
+from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
 _Result = TypeVar("_Result")
 _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
 _is_cuda = attrgetter("is_cuda")
-_DEFINE_BYTES = 16 << 20
-"""Bytes of initial values that share one message."""
 _closed_jobs: set[tuple[str, str]] = set()
 """Jobs with servers of their own whose store this process, or one that it was forked from, has closed."""
 
@@ -299,9 +298,11 @@ class DistStore(KVStore):
 
     # Keys
 
-    def _init(self, pairs: Pairs, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
+    _takes_tables = True
+
+    def _init(self, pairs: Pushed, async_op: bool) -> Work:  # noqa: ARG002  always complete on return
         self._continuation.check_setting_up("init")
-        layouts = [[key, name_of_dtype(value.dtype), list(value.shape)] for key, (value,) in pairs]
+        layouts = [[key, name_of_dtype(one.dtype), list(one.shape), type(one) is RowSparse] for key, (one,) in pairs]
         gathered = self._workers.all_gather(layouts, "init")
         if self._scheduler.is_elastic:  # only workers of the start take part
             gathered = [one for one in gathered if one is not None]
@@ -323,14 +324,9 @@ class DistStore(KVStore):
             self._sharding.remove(self._shards.pop(key, []))
             self._rounds.pop(key, None)
 
-    def _define(self, pairs: Sequence[tuple[Key, Sequence[Tensor]]]) -> None:
+    def _define(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
         """Send the values of these keys to the servers."""
-        flats = {key: value.detach().cpu().contiguous().view(-1) for key, (value,) in pairs}
-        shards = [shard for key in flats for shard in self._shards[key]]
-        ranges = [flats[shard.layout.key][shard.begin : shard.begin + shard.numel] for shard in shards]
-        parts = (((shard, values), shard, shard.nbytes) for shard, values in zip(shards, ranges, strict=True))
-        requests = [definition_request(server, group) for server, group in grouped_by_server(parts, _DEFINE_BYTES)]
-        request_all(self._servers, requests, "init")
+        request_all(self._servers, definition_requests(pairs, self._shards), "init")
 
     # Push and pull
 
@@ -511,7 +507,7 @@ class DistStore(KVStore):
         packed = optimizer_shards.pack_group(number, keys, spec)
         own = [key for key in self._shards if (key in group.keys if group.keys is not None else self._is_loose(key))]
         for key in own:
-            KeyedOptimizer(spec).check(key, self._shards[key][0].layout.empty())
+            KeyedOptimizer(spec).check(key, self._shards[key][0].layout.empty(rows=1))
         self._catch_up("set_optimizer")
         self._workers.check_same({**{n: repr(v) for n, v in vars(spec).items()}, "keys": repr(keys)}, "set_optimizer")
         if spec.needs_whole_keys:

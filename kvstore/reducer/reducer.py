@@ -20,6 +20,7 @@ from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.collectives.timeline import recorder
 from gangline.collectives.work import Work
+from gangline.kvstore.arguments import Value
 from gangline.kvstore.buckets import BUCKET_BYTES, Bucket, BucketValue, plan
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.nan_check import checks_finite, not_finite
@@ -720,6 +721,16 @@ def cudnn_weights(network: nn.Module) -> set[str]:
 def sparse_tables(network: nn.Module) -> set[str]:
     """Return the weights of embedding layers with sparse gradients."""
     return _weights_of(network, lambda layer: isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse)
+
+
+def as_tables(store: KVStore, weights: Mapping[Any, torch.Tensor], tables: Collection[Any]) -> list[Value]:
+    """Return initial values of weights with which the keys in ``tables`` become row tables of a store that has them."""
+    return [
+        RowSparse(torch.arange(len(weight), device=weight.device), weight, weight.shape)
+        if key in tables and store._takes_tables
+        else weight
+        for key, weight in weights.items()
+    ]
 
 
 def _weights_of(network: nn.Module, is_chosen: Callable[[nn.Module], bool]) -> set[str]:

@@ -392,7 +392,7 @@ class Elements(TorchDispatchMode):
     A view makes none; writing rows into a table (`index_copy_`, or adding a sparse tensor to it) writes the rows only.
     """
 
-    ROW_WRITES = ("index_copy_", "index_add_")
+    ROW_WRITES = ("index_copy_", "index_add_", "index_fill_")
 
     def __init__(self) -> None:
         super().__init__()

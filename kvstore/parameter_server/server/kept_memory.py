@@ -39,6 +39,8 @@ _THREADS = 1024
 _UNDO_BYTES = 64
 _BEGIN = _UNDO + _THREADS * _UNDO_BYTES
 _RECORD_BYTES = 64
+_LOOP = 8192
+"""Bytes that are copied in the time that another range takes."""
 _Rates = dict[tuple[int, int], tuple[int, float]]
 """By number of the group and thread: time of the last update, and the learning rate after it."""
 
@@ -299,11 +301,16 @@ class KeptMemory:
 
     # Updates
 
-    def begin(self, shard: Shard) -> None:
-        """Copy what an update may change; runs in the shard's thread."""
+    def begin(self, shard: Shard, rows: Tensor | None = None) -> None:
+        """Copy what an update of rows may change, by default of all; runs in the shard's thread."""
         kept = self._shards[shard.number]
-        ranges = [(shard.offset, shard.flat.nbytes)]
-        ranges += [(offset, tensor.nbytes) for tensor, offset in kept.state.values()]
+        ranges = []
+        for tensor, offset in ((shard.weight, shard.offset), *kept.state.values()):
+            nbytes = shard.width * tensor.itemsize
+            if rows is None or tensor.shape != shard.weight.shape or len(rows) * (nbytes + _LOOP) > tensor.nbytes:
+                ranges.append((offset, tensor.nbytes))
+            else:
+                ranges += [(offset + row * nbytes, nbytes) for row in rows.tolist()]
         self._undo_areas[shard.thread].save(kept.record, ranges)
 
     def count(self, shard: Shard, rank: int, number: int, before: int = 0) -> None:

@@ -209,7 +209,7 @@ class ShardRounds:
         pushes = [this.pushes[rank] for rank in sorted(this.pushes)]
         problems: list[str] = []
         values: list[PushedValue] = []
-        absent, plain, refused = 0.0, 0, 0
+        absent, plain, refused, nbytes = 0.0, 0, 0, 0
         for one in pushes:
             plain += one.weight is None
             refused += one.is_refused
@@ -217,6 +217,7 @@ class ShardRounds:
                 problems += (one.problem,)
             if one.value is not None:
                 values += (one,)
+                nbytes = max(nbytes, one.value.nbytes)
             elif one.weight is not None:
                 absent += one.weight
         count = len(pushes)
@@ -238,13 +239,23 @@ class ShardRounds:
             return
         update = partial(self._update_by, shard, this, values, absent)
         note = partial(self._note_problem, shard, this)
-        work = partial(self._change, shard, shard.closed + 1, update, note)
+        rows = None if kept is None else self._changed_rows(shard, [one.value for one in values])
+        work = partial(self._change, shard, shard.closed + 1, update, rows, note)
         if recorder.current is not None:
             work = partial(_in_span, f"update of {shard.key!r}", work)
-        self._thread_pool.run(shard.thread, shard.flat.nbytes, work, partial(self._end_round, shard, this))
+        self._thread_pool.run(shard.thread, nbytes, work, partial(self._end_round, shard, this))
+
+    def _changed_rows(self, shard: Shard, values: Sequence[Tensor | RowSparse | None]) -> Tensor | None:
+        """Return the rows that an update by these values may change; None: all."""
+        rows = [value.indices if isinstance(value, RowSparse) else None for value in values]
+        if self.is_sync and self.optimizers.of(shard) is None:  # the sum replaces the value
+            rows.append(shard.filled)
+        known = [one for one in rows if one is not None]
+        return torch.cat(known) if len(known) == len(rows) else None
 
     def _update_by(self, shard: Shard, this: Round, values: Sequence[PushedValue], absent: float) -> None:
         """Update a shard with the sum of a round's values, in its thread."""
+        filled, shard.filled = shard.filled, None
         optimizers = self.optimizers.of(shard)
         into_stored = optimizers is None and self.is_sync
 
@@ -261,8 +272,9 @@ class ShardRounds:
         elif type(total) is RowSparse:
             table = shard.flat.view(-1, shard.width)
             if self.is_sync:
-                table.zero_()
+                table.zero_() if filled is None else table.index_fill_(0, filled, 0)
             table.index_add_(0, total.indices, total.values.to(table.dtype))
+            shard.filled = total.indices if self.is_sync else None
         elif not into_stored:  # without an optimizer, async mode adds to the value
             shard.flat.add_(total) if shard.flat.dtype is not torch.bool else shard.flat.logical_or_(total)
 
@@ -272,12 +284,12 @@ class ShardRounds:
         self._closed(shard, this)
 
     def _change(
-        self, shard: Shard, closed: int, update: Callable[[], None], note: Callable[[str], None] = lambda _: None
+        self, shard: Shard, closed: int, update: Callable[[], None], rows: Tensor | None, note: Callable[[str], None]
     ) -> None:
-        """Update a shard, in its thread; where memory outlives this process, completely or not at all."""
+        """Update rows of a shard, in its thread; where memory outlives this process, completely or not at all."""
         kept = self.kept
         if kept is not None:
-            kept.begin(shard)
+            kept.begin(shard, rows)
         try:
             update()
         except Exception as error:
@@ -296,7 +308,8 @@ class ShardRounds:
         problems: list[str] = []
         for shard in optimizers.kept:
             update = partial(optimizers.update_kept, shard, factor, learning_rate)
-            work = partial(self._change, shard, shard.closed, update)
+            rows = self._changed_rows(shard, [optimizers.sum_of(shard)])
+            work = partial(self._change, shard, shard.closed, update, rows, lambda _: None)
             self._thread_pool.run(shard.thread, shard.flat.nbytes, work, problems.append)
         self._thread_pool.drain()
         if any(problems):

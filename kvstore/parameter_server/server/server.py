@@ -332,12 +332,14 @@ class Server:
         return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
     def _define(self, worker: WorkerSession, message: protocol.Define, frames: list[memoryview]) -> None:
-        """Create shards, or overwrite the values of existing ones."""
+        """Create shards, or overwrite values of existing ones."""
         if worker.rank != 0:
             raise ProtocolError(f"worker {worker.rank} defines shards; only worker 0 may")
         self._thread_pool.drain()
         definitions = [optimizer_shards.Definition.read(one) for one in message.shards]
-        datas = self._data(worker, [one.nbytes for one in definitions], message.region, frames)
+        zeros = {at for at, frame in enumerate(frames) if not len(frame)}
+        sizes = [0 if at in zeros else one.nbytes for at, one in enumerate(definitions)]
+        datas = self._data(worker, sizes, message.region, frames)
         new = []
         for one, data in zip(definitions, datas, strict=True):
             shard = self._rounds.shards.get(one.number)
@@ -347,9 +349,17 @@ class Server:
                 shard = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, thread)
                 self._rounds.shards[one.number] = shard
                 new.append(shard)
-            elif shard.flat.nbytes != one.nbytes or shard.flat.dtype is not one.dtype or shard.key != one.key:
+            first, count = one.begin - shard.begin, math.prod(one.shape)
+            fits = 0 <= first <= shard.flat.numel() - count and (not one.is_whole or count == shard.flat.numel())
+            if not fits or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
-            shard.flat.view(torch.uint8).copy_(data)
+            shard.filled = None if data.nbytes else torch.empty(0, dtype=torch.int64, device="cpu")
+            if data.nbytes:
+                shard.flat[first : first + count].view(torch.uint8).copy_(data)
+            elif self._pool is None:
+                shard.flat.zero_()
+            else:
+                self._pool.clear(shard.offset, shard.flat.nbytes)
         if self._kept is not None:
             self._kept.add(new)
         self._bound_backlogs()

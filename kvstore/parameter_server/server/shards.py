@@ -102,6 +102,8 @@ class Shard:
     """Async mode: reason why a rank's push had no effect, by rank, until it is reported to the rank."""
     warned: int = 0
     """Last round for which a stall warning was issued."""
+    filled: Tensor | None = None
+    """Rows outside of which the value is 0; None: unknown."""
 
     def __post_init__(self) -> None:
         self.flat = self.stored.view(-1)
@@ -187,13 +189,15 @@ class Shard:
         for one in pushes:
             if type(one.value) is RowSparse:
                 sparse += (one.value,)
-                dense += (one.value.to_dense().view(-1),)
             elif one.value is not None:
                 dense += (one.value,)
             if one.weight is not None:
                 weights += (one.weight,)
-        if sparse and len(sparse) == len(pushes):
+        if sparse and not dense:
             return mean_of_rows(sparse, weights, absent) if weights else summed(sparse, self.flat.device)
+        for index, one in enumerate(pushes if sparse else ()):
+            if isinstance(one.value, RowSparse):
+                dense.insert(index, one.value.to_dense().view(-1))
         out = allocate()
         add_up(dense, out, weights, absent)
         return out

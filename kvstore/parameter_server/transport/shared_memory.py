@@ -103,6 +103,14 @@ class SharedMemoryPool(Offer):
             if nbytes > 0 and _libc.madvise(self.segment.address + begin, nbytes, mmap.MADV_REMOVE):
                 _log.debug("unused shared memory stays in use: %s", os.strerror(ctypes.get_errno()))
 
+    def clear(self, offset: int, nbytes: int) -> None:
+        """Fill a range with zeros; whole pages of it are returned to the system."""
+        begin, end = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin >= end or _libc.madvise(self.segment.address + begin, end - begin, mmap.MADV_REMOVE):
+            begin = end = offset + nbytes
+        self.tensor_at(offset, begin - offset).zero_()
+        self.tensor_at(end, offset + nbytes - end).zero_()
+
     def tensor_at(self, offset: int, nbytes: int) -> Tensor:
         """Return a uint8 view of a range."""
         return self.segment.tensor(offset, nbytes)

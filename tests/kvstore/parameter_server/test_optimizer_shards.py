@@ -220,7 +220,7 @@ def test_a_state_beyond_the_limit_of_a_message_is_sent_in_parts(monkeypatch: pyt
         kv.push("small", first(SHAPES["small"]))
         kv.load_optimizer_state(both.local.optimizer_state())
         both.states_agree()
-        with pytest.raises(ValueError, match="init has 20971520 bytes for one message; expected at most 18874368"):
+        with pytest.raises(ValueError, match="'large' has 20971520 bytes in one shard; a message holds 18874368"):
             kv.set_optimizer(("adafactor", {"learning_rate": 0.01}))  # keeps keys whole
 
 

@@ -136,7 +136,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
         (b"", "not msgpack"),
         (msgpack.packb({}), "not a list"),
         (msgpack.packb([protocol.VERSION]), "not a list"),
-        (packed(4, version=9), "version 9"),
+        (packed(4, version=99), "version 99"),
         (packed(4, version="1"), "version '1'"),
         (packed(999), "unknown kind 999"),
         (packed("4"), "unknown kind '4'"),

