@@ -208,7 +208,8 @@ def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureF
         stage.say(2, ["barrier", True])
         assert stage.heard(0) == stage.heard(2) == WAITS
         name, text = stage.heard(0)
-        assert (name, "pull of key 'small' has waited 1.5" in text) == ("StallError", True)
+        assert name == "StallError"
+        assert re.search(r"pull of key 'small' has waited [\d.]+ s", text), text
         name, text = stage.heard(2)
         assert (name, text) == ("StallError", "barrier of worker 2 has waited 1.5 s for ranks 0, 1")
         for rank in range(3):
