@@ -25,15 +25,15 @@ class Ranks(Enum):
 
 
 class Collective(NamedTuple):
-    """What a collective does with its tensors: checks, signature, staging and chunks follow from it."""
+    """Rule of a collective: what it does with its tensors. Checks, signature, staging and chunks follow from it."""
 
     name: str
     reads: Ranks = Ranks.NONE
     writes: Ranks = Ranks.NONE
     in_rows: bool = False
-    """Whether the tensor has a leading axis with a row for each rank."""
+    """True if the tensor has a leading axis with a row for each rank."""
     out_rows: bool = False
-    """Whether the result has one."""
+    """True if the result has one."""
     has_op: bool = False
     has_root: bool = False
 

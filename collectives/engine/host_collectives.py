@@ -35,7 +35,7 @@ _MOST_PLANS = 4096
 
 
 class Path(IntEnum):
-    """How a large all-reduce exchanges data: in chunks through the slots, or by a schedule."""
+    """Path of the data of a large all-reduce: in chunks through the slots, or by a schedule."""
 
     SLOTS = 0
     SCHEDULE = 1

@@ -25,7 +25,7 @@ PIECE = 4 << 20
 _STAGES = 5  # of `Staged._stages`
 
 _Use = Literal["out", "in", "compute"]
-"""What a stream does: copies to the host, copies from the host, or arithmetic, on the caller's current stream."""
+"""Use of a stream: copies to the host, copies from the host, or arithmetic, on the caller's current stream."""
 
 
 class Buffer:

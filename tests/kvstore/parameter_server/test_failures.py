@@ -209,7 +209,9 @@ def test_a_late_worker_causes_a_warning_and_then_an_error(capfd: pytest.CaptureF
         assert stage.heard(0) == stage.heard(2) == WAITS
         name, text = stage.heard(0)
         assert name == "StallError"
-        assert re.search(r"pull of key 'small' has waited [\d.]+ s", text), text
+        waited = re.search(r"pull of key 'small' has waited ([\d.]+) s", text)
+        assert waited is not None, text
+        assert float(waited[1]) >= 1.5  # the limit, and more on a busy machine
         name, text = stage.heard(2)
         assert (name, text) == ("StallError", "barrier of worker 2 has waited 1.5 s for ranks 0, 1")
         for rank in range(3):
