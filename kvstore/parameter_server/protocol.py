@@ -16,7 +16,7 @@ import msgpack
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 9
+VERSION = 10
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame."""
 MAX_SHARD = 1 << 35
@@ -406,8 +406,8 @@ class Hello(Message, kind=20):
     """Number of pushes per key that a worker may be ahead of the slowest; -1: unlimited."""
     memory: Blob
     """Handle of the worker's shared memory; empty: none."""
-    last_read: Count
-    """Highest `Values.number` of this server that the worker has read; 0: none."""
+    word: Count
+    """Offset in that memory of a 64-bit integer: the number of the last `Values` of this server that it has read."""
 
 
 class Welcome(Message, kind=21):
@@ -467,16 +467,10 @@ class Values(Message, kind=27):
 
     sequence: Count
     number: Count
-    """Number to confirm by `ValuesRead`; the values do not change before that. 0: no confirmation."""
+    """The values do not change before the worker's word has this number, see `Hello`. 0: they are in data frames."""
     entries: Entries
     offsets: Counts
     """Offset of each entry in the server's shared memory; empty: the values are in data frames."""
-
-
-class ValuesRead(Message, kind=28):
-    """Confirmation that the worker has read the `Values` of these numbers."""
-
-    numbers: Counts
 
 
 class Failed(Message, kind=29):
@@ -486,8 +480,6 @@ class Failed(Message, kind=29):
     error: String
     """Name of a class in `remote_errors.ERRORS`."""
     text: Text
-    number: Count = 0
-    """Number to confirm by `ValuesRead`; the error is sent again if the request is repeated before. 0: none."""
 
 
 class Command(Message, kind=30):

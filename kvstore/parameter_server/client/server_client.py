@@ -51,20 +51,18 @@ CLOSE_SECONDS = 10.0
 
 
 class _ServerConnection:
-    def __init__(self, address: str, channel: Channel) -> None:
+    def __init__(self, address: str, channel: Channel, hello: protocol.Hello) -> None:
         self.address = address
         self.channel = channel
+        self.hello = hello
         self.has_hello = False  # sent on this channel, so that other messages may follow
         self.memory: Segment | None = None
         self.shares_memory = False
         self.greeted = False
-        self.hello: protocol.Hello | None = None  # sent instead of the client's, without shared memory
         self.in_flight = 0  # bytes that the server has not received
         self.undelivered = 0  # number of requests in flight that completed when sent
         self.pending: dict[int, Request] = {}  # not answered
         self.unreleased: dict[int, Request] = {}  # answered, but the server still reads their memory
-        self.last_read = 0  # highest Values.number that has been read
-        self.read_at = -math.inf  # `time.monotonic` seconds of the last notice to the server
 
 
 def _state(connection: _ServerConnection) -> str:
@@ -96,8 +94,11 @@ class ServerClient:
         bounds = limits()
         self._timeout, self._stall_warn, self._limit = timeout, bounds.stall_warn, bounds.heartbeat_limit
         self._scheduler = scheduler
-        handle = b"" if pool is None else pool.handle
-        self._hello = protocol.Hello(scheduler.rank, scheduler.view, mode, staleness, handle, 0)
+        count, handle, at = len(scheduler.servers), b"", 0
+        if pool is not None:
+            handle, at = pool.handle, pool.allocate(8 * count)
+            self._last_read = pool.segment.words(at, count)  # by server: see `protocol.Hello`
+        hello = protocol.Hello(scheduler.rank, scheduler.view, mode, staleness, handle, at)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._sequences = itertools.count(1)
         self._order = itertools.count()
@@ -121,7 +122,10 @@ class ServerClient:
         self._warned = False
         self._poller = Poller()
         self._poller.add(self._event_fd)
-        self._connections = [_ServerConnection(address, self._open(address)) for address in scheduler.servers]
+        self._connections = [
+            _ServerConnection(address, self._open(address), replace(hello, word=at + 8 * server if handle else 0))
+            for server, address in enumerate(scheduler.servers)
+        ]
         scheduler.on_change = self._on_change
         self._refusal: Exception | None = None  # of a Hello
         self._undelivered: list[str] | None = None  # requests that were lost during close()
@@ -197,11 +201,8 @@ class ServerClient:
         self._wake_thread(drives=True)
 
     def watch_connections(self) -> None:
-        """Check in a thread, twice a second, for lost connections until servers have received all messages.
-
-        Servers do not acknowledge `ValuesRead`, but a lost connection shows within the heartbeat limit.
-        """
-        if self._sleeps and (self._may_lose_reads() or any(one.undelivered for one in self._connections)):
+        """Check in a thread, twice a second, for lost connections until servers have received all pushes."""
+        if self._sleeps and any(one.undelivered for one in self._connections):
             self._wake_thread(drives=False)
 
     def _wake_thread(self, *, drives: bool) -> None:
@@ -354,7 +355,6 @@ class ServerClient:
         connection.channel.close()
         connection.address, connection.channel = address, self._open(address)
         connection.greeted = connection.has_hello = False
-        connection.last_read, connection.read_at = 0, -math.inf
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout
@@ -445,7 +445,7 @@ class ServerClient:
                 self._sleeps = True  # before the next check: `watch_connections` reads in the other order
                 busy = self._is_busy()
                 self._drives &= busy
-                self._sleeps = not (busy or self._may_lose_reads())
+                self._sleeps = not busy
                 if not self._drives and not self._closed:
                     self._idle.wait(None if self._sleeps else _WATCH_SECONDS)
                 drives = self._drives
@@ -475,10 +475,6 @@ class ServerClient:
     def _is_busy(self) -> bool:
         return bool(self._outbox) or self._is_replaced() or any(c.pending or c.unreleased for c in self._connections)
 
-    def _may_lose_reads(self) -> bool:
-        begin = time.monotonic() - self._limit
-        return any(connection.read_at > begin for connection in self._connections)
-
     def _progress(self, timeout_ms: int, spin_seconds: float = 0.0) -> None:
         if self._outbox:
             self._flush_outbox()
@@ -498,8 +494,7 @@ class ServerClient:
 
     def _greet(self, connection: _ServerConnection) -> None:
         """Send Hello on a new connection, then repeat unanswered requests, which may be lost, with their numbers."""
-        hello = connection.hello or self._hello
-        connection.channel.send([protocol.pack(replace(hello, last_read=connection.last_read))])
+        connection.channel.send([protocol.pack(connection.hello)])
         connection.has_hello = True
         for _, request in sorted({**connection.unreleased, **connection.pending}.items()):
             connection.channel.send([request.packed, *request.frames])
@@ -518,8 +513,8 @@ class ServerClient:
                     try:
                         connection.memory = open_offered(memory)
                     except OSError as why:
-                        _log.info("worker %d and server %d share no memory: %s", self._hello.rank, server, why)
-                        connection.hello = replace(self._hello, memory=b"")
+                        _log.info("worker %d and server %d share no memory: %s", connection.hello.rank, server, why)
+                        connection.hello = replace(connection.hello, memory=b"")
                         self._greet(connection)  # the server then sends values over the socket
                         return
                 connection.greeted = True
@@ -541,28 +536,20 @@ class ServerClient:
             case protocol.Values(sequence, number, _, _):
                 self._settle(connection, sequence, message, [*map(tensor_of, frames)])
                 if number:
-                    self._confirm(connection, number)
+                    self._last_read[server] = number
             case protocol.CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [*map(tensor_of, frames)])
             case protocol.Blocked(sequence, number, text):
                 if sequence in connection.pending:
                     connection.pending[sequence].blocked = number, text
-            case protocol.Failed(sequence, kind, text, number):
+            case protocol.Failed(sequence, kind, text):
                 error = make_error(kind, text)
-                if number:
-                    self._confirm(connection, number)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
                     _log.warning("server %d rejects a message of worker %d: %s", server, self._scheduler.rank, text)
                 self._fail(connection, sequence, error)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__}")
-
-    def _confirm(self, connection: _ServerConnection, number: int) -> None:
-        connection.last_read = max(connection.last_read, number)
-        connection.read_at = time.monotonic()
-        if connection.has_hello:
-            connection.channel.send([protocol.pack(protocol.ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = connection.pending.get(sequence)

@@ -145,7 +145,8 @@ class RawClient:
         return client
 
     def _greet(self, member: SchedulerClient, mode: str, staleness: int = -1, handle: bytes = b"") -> None:
-        answer = self.request(Hello(member.rank, member.view, mode, staleness, handle, 0))
+        word = 8 * member.rank if handle else 0
+        answer = self.request(Hello(member.rank, member.view, mode, staleness, handle, word))
         assert isinstance(answer, Welcome), answer
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gangline import KVStore, kvstore
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
-from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Slot, Waiter
 from tests.kvstore.parameter_server.processes import run_job
 
 STEPS = 200
@@ -72,19 +72,24 @@ def test_a_push_and_pull_of_a_small_key_makes_few_calls_and_frees_its_memory_at_
     assert garbage < 50  # not one for each call
 
 
+def add_slot(shard: Shard) -> Slot:
+    shard.slots.append(Slot(torch.empty(1), 0))
+    return shard.slots[-1]
+
+
 def calls_per_message(workers: int) -> float:
     """Return the Python calls of a server for three pushes and pulls of a worker, without those of its sockets."""
     calls = 0
     pool = SimpleNamespace(size=1, run=lambda thread, nbytes, work, then: (work(), then("")))
     own: Sessions
-    rounds = ShardRounds(workers, pool, lambda *one: own.send_value(*one), lambda *_: None)  # type: ignore[arg-type]
+    rounds = ShardRounds(workers, pool, add_slot, lambda *one: own.send_value(*one), lambda *_: None)  # type: ignore[arg-type]
     listener = SimpleNamespace(send=lambda *_, **__: True, is_full=lambda _: False)
-    own = Sessions(listener, rounds.mark_changed, rounds.awaited)  # type: ignore[arg-type]
+    own = Sessions(listener, rounds.awaited)  # type: ignore[arg-type]
     own.max_backlog = 4 * workers
     sessions = [WorkerSession(b"%d" % rank, rank, None, False) for rank in range(workers)]
     for worker in sessions:
         own.add(worker)
-    shard = rounds.shards[0] = Shard(0, "a", 0, 1, torch.zeros(1), True, 0, 0)
+    shard = rounds.shards[0] = Shard(0, "a", 0, 1, [Slot(torch.zeros(1), 0)], True, 0)
 
     def count(frame: FrameType, event: str, __: object) -> None:
         nonlocal calls
