@@ -438,6 +438,8 @@ class Push(Message, kind=23):
     wants_values: Flag
     """True if the server answers with the `Values` of these rounds."""
     region: Region
+    last_read: Count = 0
+    """Number of the last `Values` of the server that this worker has read."""
 
 
 class Pull(Message, kind=24):
@@ -467,7 +469,7 @@ class Values(Message, kind=27):
 
     sequence: Count
     number: Count
-    """The values do not change before the worker's word has this number, see `Hello`. 0: they are in data frames."""
+    """Rises with each message to this worker; the server keeps the values until it knows that it has read them."""
     entries: Entries
     offsets: Counts
     """Offset of each entry in the server's shared memory; empty: the values are in data frames."""

@@ -21,7 +21,7 @@ from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchEr
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_socket import Part, Wait, publish, withdraw
 from gangline.collectives.timeline import recorder
-from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.collectives.transports.shm.segments import Segment, Words, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
 from gangline.kvstore.freed_memory import keep_freed_memory
@@ -95,14 +95,15 @@ class ServerClient:
         self._timeout, self._stall_warn, self._limit = timeout, bounds.stall_warn, bounds.heartbeat_limit
         self._scheduler = scheduler
         count, handle, at = len(scheduler.servers), b"", 0
+        self._last_read: Words | list[int] = [0] * count  # by server: see `protocol.Hello`
         if pool is not None:
             handle, at = pool.handle, pool.allocate(8 * count)
-            self._last_read = pool.segment.words(at, count)  # by server: see `protocol.Hello`
+            self._last_read = pool.segment.words(at, count)
         hello = protocol.Hello(scheduler.rank, scheduler.view, mode, staleness, handle, at)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._sequences = itertools.count(1)
         self._order = itertools.count()
-        self._outbox: list[tuple[int, int, Request]] = []  # heap of (-priority, order, request)
+        self._outbox: list[tuple[bool, int, int, Request]] = []  # heap: pulls, -priority, order
         self._queued = 0  # bytes in the outbox
         self._lock = GuardedLock()  # protects the outbox
         self._driving = threading.Lock()  # held by the thread that drives the sockets
@@ -187,7 +188,9 @@ class ServerClient:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the store is closed")
-            heapq.heappush(self._outbox, (-request.priority, next(self._order), request))
+            # A pull goes before pushes, so that its server has it before a later push of its key.
+            entry = type(request.message) is not protocol.Pull, -request.priority, next(self._order), request
+            heapq.heappush(self._outbox, entry)
             self._queued += request.nbytes
         self._send_queued()
 
@@ -278,7 +281,7 @@ class ServerClient:
         self._undelivered = []
         if not self._closed and self._failure is None and not self.flush(seconds):
             in_flight = [request for one in self._connections for request in one.pending.values()]
-            waiting = [*in_flight, *(request for _, _, request in self._outbox)]
+            waiting = [*in_flight, *(request for *_, request in self._outbox)]
             self._undelivered += [request.what for request in waiting if not request.received]
         if self._scheduler.allows_restarts and not self._closed and self._failure is None:
             self._wait_for_releases(min(seconds, CLOSE_SECONDS))
@@ -355,6 +358,7 @@ class ServerClient:
         connection.channel.close()
         connection.address, connection.channel = address, self._open(address)
         connection.greeted = connection.has_hello = False
+        self._last_read[self._connections.index(connection)] = 0
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout
@@ -397,7 +401,7 @@ class ServerClient:
             try:
                 while self._outbox:
                     entry = heapq.heappop(self._outbox)
-                    request = entry[2]
+                    request = entry[-1]
                     if self._has_room(request):
                         self._queued -= request.nbytes
                         self._dispatch(request)
@@ -409,12 +413,14 @@ class ServerClient:
     def _has_room(self, request: Request) -> bool:
         """Return whether the request fits into its server's window."""
         in_flight = self._connections[request.server].in_flight
-        return not in_flight or in_flight + request.nbytes <= _WINDOW
+        return not in_flight or not request.nbytes or in_flight + request.nbytes <= _WINDOW
 
     def _dispatch(self, request: Request) -> None:
         connection = self._connections[request.server]
         request.sequence = request.message.sequence = next(self._sequences)
         request.sent_at = time.monotonic()
+        if type(request.message) is protocol.Push:
+            request.message.last_read = self._last_read[request.server]
         try:
             request.packed = protocol.pack(request.message)
         except Exception as error:  # noqa: BLE001  passed to the request; others are not affected
@@ -535,8 +541,7 @@ class ServerClient:
                         request.on_release = None
             case protocol.Values(sequence, number, _, _):
                 self._settle(connection, sequence, message, [*map(tensor_of, frames)])
-                if number:
-                    self._last_read[server] = number
+                self._last_read[server] = number
             case protocol.CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [*map(tensor_of, frames)])
             case protocol.Blocked(sequence, number, text):
@@ -660,11 +665,11 @@ class ServerClient:
         for sequence, request in list(connection.pending.items()):
             self._fail(connection, sequence, error_of(request))
         with self._lock:
-            unsent = [one for one in self._outbox if self._connections[one[2].server] is connection]
-            self._outbox = [one for one in self._outbox if self._connections[one[2].server] is not connection]
+            unsent = [one for one in self._outbox if self._connections[one[-1].server] is connection]
+            self._outbox = [one for one in self._outbox if self._connections[one[-1].server] is not connection]
             heapq.heapify(self._outbox)
-            self._queued -= sum(request.nbytes for _, _, request in unsent)
-        for _, _, request in unsent:
+            self._queued -= sum(request.nbytes for *_, request in unsent)
+        for *_, request in unsent:
             request.on_error(request, error_of(request))
 
     def _fail_all(self, error: Exception) -> None:

@@ -55,6 +55,10 @@ class ShardRounds:
         """Memory that outlives this process, where rounds become final; None without restarts."""
         self.is_held = False
         """True in a restarted server until all workers have repeated their requests: no round is closed."""
+        self.keeps_former = False
+        """True if workers that start again may pull the value before the current one."""
+        self.stopped_by_readers: set[Shard] = set()
+        """Shards with too many values that are read; nothing tells when they are not any more."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
         self.in_collectives: dict[int, tuple[str, int]] = {}
@@ -188,9 +192,12 @@ class ShardRounds:
         """Return what stops the next round of a shard, and the workers that it waits for; "" if nothing does.
 
         "missing": pushes. "held": this server was restarted, and workers may repeat what the former process had.
+        "readers": more values are read than workers in turn can need.
         """
         missing = self._missing(shard, shard.closed + 1)
-        return ("missing", missing) if missing else ("held" if self.is_held else "", missing)
+        if missing:
+            return "missing", missing
+        return ("held" if self.is_held else "readers" if shard in self.stopped_by_readers else ""), missing
 
     def _unfinished(self) -> Iterator[tuple[Shard, Round | None, str, frozenset[int]]]:
         """Yield each shard whose next round has begun or is waited for, that round, and its `guard`."""
@@ -210,7 +217,7 @@ class ShardRounds:
         """Close the rounds that are complete and answer waiters, for all changed shards."""
         while self._changed:
             shard = self._changed.pop()
-            if shard.waiters:
+            if shard.waiters and not shard.slot.is_written:
                 self._answer_waiters(shard)
             if shard.state is State.CLOSED:
                 shard.state = State.OPEN
@@ -219,15 +226,35 @@ class ShardRounds:
                 if not self.is_held:
                     self._close(shard, shard.open[shard.closed + 1])
 
-    def _free_slot(self, shard: Shard) -> Slot:
-        """Return memory for the next value of a shard: none that is read, or that a worker which leaves may pull."""
+    def look_at_readers(self) -> None:
+        """Let `advance` examine the shards again that readers have stopped."""
+        self._changed |= self.stopped_by_readers
+        self.stopped_by_readers.clear()
+
+    def _free_slot(self, shard: Shard, *, is_bounded: bool = True) -> Slot | None:
+        """Return memory for the next value of a shard: that of one which nobody needs, perhaps the current one's.
+
+        A worker may need the values that it was sent, until it is known to have read them, and one that leaves the
+        value after its last push. None: there are too many.
+        """
         needed = [self.last_push(shard, rank) for rank in self._leaving]
-        free = (one for one in shard.slots if one is not shard.slot and not one.is_needed(needed))
-        slot = next(free, None) or self._add_slot(shard)
-        slot.first, slot.last = 1, 0
+        current = shard.slot
+        if not (self.keeps_former or self.kept is not None or current.is_needed(needed)):
+            return current
+        slot = next((one for one in shard.slots if one is not current and not one.is_needed(needed)), None)
+        if slot is None and (not is_bounded or len(shard.slots) < 2 + len(self.ranks())):
+            slot = self._add_slot(shard)
+        if slot is not None:
+            slot.first, slot.last = 1, 0
         return slot
 
     def _close(self, shard: Shard, this: Round) -> None:
+        kept, optimizers = self.kept, self.optimizers.of(shard)
+        keeps_sums = optimizers is not None and optimizers.keeps_sums
+        slot = None if keeps_sums else self._free_slot(shard)
+        if slot is None and not keeps_sums:
+            self.stopped_by_readers.add(shard)
+            return
         shard.state = State.UPDATING
         if recorder.current is not None:
             recorder.current.add_overlapping(
@@ -258,7 +285,6 @@ class ShardRounds:
             problems = []
         if problems:  # these have raised errors of their own
             shard.told.update((rank, shard.closed + 1) for rank, one in this.pushes.items() if one.is_refused)
-        kept, optimizers = self.kept, self.optimizers.of(shard)
         if kept is not None and not self.is_sync:
             rank = next(iter(this.pushes))
             kept.count(shard, rank, this.number, self.before(rank))
@@ -268,7 +294,6 @@ class ShardRounds:
                 kept.save(shard, shard.closed + 1, optimizers)
             self._closed(shard, this)
             return
-        slot = None if optimizers is not None and optimizers.keeps_sums else self._free_slot(shard)
         update = partial(self._update_by, shard, slot, this, values, absent)
         if recorder.current is not None:
             update = partial(_in_span, f"update of {shard.key!r}", update)
@@ -318,10 +343,14 @@ class ShardRounds:
                     kept.commit(shard, number, optimizers, written)
 
         def publish(problem: str) -> None:
-            if slot is not None and not problem:
-                shard.publish(slot, number, rows)
+            if slot is not None:
+                slot.is_written = False
+                if not problem:
+                    shard.publish(slot, number, rows)
             end(problem)
 
+        if slot is not None:
+            slot.is_written = True
         self._thread_pool.run(shard.thread, nbytes, write, publish)
 
     def _changed_rows(self, shard: Shard, values: Sequence[Tensor | RowSparse | None]) -> Tensor | None:
@@ -376,7 +405,8 @@ class ShardRounds:
     def leave_to_readers(self, shard: Shard) -> None:
         """Copy the current value of a shard if workers read it, before it is changed in place."""
         if shard.slot.is_needed():
-            slot = self._free_slot(shard)
+            slot = self._free_slot(shard, is_bounded=False)
+            assert slot is not None
             shard.prepare(slot)
             shard.publish(slot, shard.closed, None)
 
@@ -389,7 +419,9 @@ class ShardRounds:
             optimizers.update_kept(shard, factor, learning_rate)
 
         for shard in optimizers.kept:
-            slot, rows = self._free_slot(shard), self._changed_rows(shard, [optimizers.sum_of(shard)])
+            slot = self._free_slot(shard, is_bounded=False)
+            assert slot is not None
+            rows = self._changed_rows(shard, [optimizers.sum_of(shard)])
             work, nbytes = partial(update, shard, slot), shard.flat.nbytes
             self._write(shard, slot, shard.closed, rows, nbytes, work, lambda _: None, problems.append)
         self._thread_pool.drain()

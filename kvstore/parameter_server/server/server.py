@@ -39,8 +39,8 @@ from gangline.kvstore.restart_variables import KEPT_MEMORY
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
-_FULL_MS = 2
-"""Interval of looks at what was sent to workers, while they read it too slowly to get more."""
+_READ_MS = 2
+"""Interval of looks at what workers have read, while that stops a round or their values."""
 _LOOK_SECONDS = 0.05
 """Interval of checks of waits while messages arrive."""
 _EARLY = 64
@@ -122,7 +122,8 @@ class Server:
         """Serve until the scheduler ends the job or is lost."""
         try:
             while not (self._scheduler.is_over or self._scheduler.lost):
-                tick = _FULL_MS if self._sessions.has_due else _TICK_MS
+                is_polling = self._sessions.has_due or self._rounds.stopped_by_readers
+                tick = _READ_MS if is_polling else _TICK_MS
                 if self._listener.wait(tick, self._sessions.flush_acks):
                     self._thread_pool.run_callbacks()
                     self._look_at = 0.0
@@ -163,6 +164,7 @@ class Server:
 
     def _advance(self) -> None:
         """Close complete rounds and answer waiters; run commands once all rounds are settled."""
+        self._rounds.look_at_readers()
         while True:
             self._rounds.advance()
             self._sessions.flush()
@@ -253,21 +255,22 @@ class Server:
         if other is not None and other.identity != identity:
             raise ProtocolError(f"received Hello of worker {hello.rank}, which is another process")
         self._rounds.is_sync, self._rounds.staleness = mode
+        self._rounds.keeps_former = self._scheduler.allows_restarts
+        self._sessions.is_sync = self._rounds.is_sync
         worker = self._sessions.workers.get(identity)
         if worker is None:
             memory = self._memory_of(hello)
             shares_memory = memory is not None and self._pool is not None
             worker = WorkerSession(identity, hello.rank, memory, shares_memory)
-            if memory is not None:
+            if shares_memory and memory is not None:
                 if hello.word % 8 or hello.word + 8 > memory.nbytes:
                     raise ProtocolError(f"received Hello with word={hello.word} in {memory.nbytes} bytes of memory")
                 worker.word = memory.words(hello.word, 1)
-                worker.number = worker.word[0]  # it has read what a former process of this server sent
             self._sessions.add(worker)
             if self._kept is not None:
                 worker.handled.extend(self._kept.settings.handled.get(identity, ()))
         elif not hello.memory:  # the worker could not open this server's memory
-            worker.memory, worker.shares_memory = None, False
+            worker.memory, worker.shares_memory, worker.word = None, False, (0,)
         self._listener.admit(identity, self._max_message(hello.rank))
         handle = self._pool.handle if worker.shares_memory and self._pool is not None else b""
         self._sessions.send(identity, protocol.Welcome(worker.memory is not None, handle))
@@ -424,6 +427,8 @@ class Server:
         if (push.region or self._scheduler.allows_restarts) and push.sequence not in worker.in_use:
             worker.in_use[push.sequence] = len(shards)
             release = partial(self._sessions.release, worker, push.sequence)
+        if not worker.shares_memory and push.last_read > worker.word[0]:
+            worker.word = (push.last_read,)
         lost, rounds = "", self._rounds
         is_broken, before = rounds.is_broken, rounds.before(worker.rank)
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):

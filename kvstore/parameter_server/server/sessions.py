@@ -44,7 +44,7 @@ class WorkerSession:
     shares_memory: bool
     """True if it reads values in this server's memory."""
     word: Words | tuple[int] = (0,)
-    """Word of its memory: number of the last `Values` in this server's memory that it has read."""
+    """Word of its memory, or in its place the last one of a `Push`: number of the last `Values` that it has read."""
     number: int = 0
     """Number of the last ones that it was sent."""
     acks: list[int] = field(default_factory=list)
@@ -88,6 +88,8 @@ class Sessions:
         """Sessions by the identity of the worker's socket."""
         self.pull_codec: Codec | None = None
         """Compression of values; None: none."""
+        self.is_sync = True
+        """True if a pull that is repeated gets the same value."""
         self.max_backlog = math.inf
         """Bytes of backlog beyond which acknowledgements are withheld."""
         self.sent_bytes = 0
@@ -248,10 +250,10 @@ class Sessions:
             is_coded = codec is not None and slot.flat.is_floating_point()
             is_copied = waiter.rows is not None or is_coded or slot.flat.nbytes <= INLINE or not worker.shares_memory
             (others if is_copied else in_place).append(one)
+        for _, _, slot in ready if self.is_sync else in_place:
+            slot.readers[worker] = worker.number + bool(in_place) + bool(others)
         if in_place:
             worker.number += 1
-            for _, _, slot in in_place:
-                slot.readers[worker] = worker.number
             self.sent_bytes += sum(slot.flat.nbytes for _, _, slot in in_place)
             entries = [
                 [shard.number, min(slot.last, shard.closed), DENSE, slot.flat.nbytes] for _, shard, slot in in_place
@@ -273,7 +275,8 @@ class Sessions:
                 entries += ([shard.number, min(slot.last, shard.closed), kind, data.nbytes],)
                 datas += (data,)
                 self.sent_bytes += data.nbytes
-            header = protocol.pack(Values(sequence, 0, entries, []))
+            worker.number += 1
+            header = protocol.pack(Values(sequence, worker.number, entries, []))
             self._listener.send(worker.identity, [header, *map(frame_of, datas)], transfers)
 
     def fail(self, waiter: Waiter, error: str, text: str, once: bool) -> None:

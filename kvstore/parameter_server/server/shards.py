@@ -86,7 +86,7 @@ class State(Enum):
 class Slot:
     """Memory of one value of a shard: that after the rounds from ``first`` to ``last``.
 
-    A value does not change. Its memory is written again when nobody needs the value any more.
+    It is written again only when nobody needs the value any more.
     """
 
     stored: Tensor
@@ -101,7 +101,9 @@ class Slot:
     pins: int = 0
     """Number of answers with the value that have not been sent."""
     readers: dict[WorkerSession, int] = field(default_factory=dict)
-    """Workers that may read it in place, and the number of the last `Values` by which they do."""
+    """Workers that were sent it, and the number of the last `Values` with it, until they have read them."""
+    is_written: bool = False
+    """True while a thread writes the next value into it."""
     transfers: list[list[MessageTracker]] = field(default_factory=list)
     """Messages with the value that are sent without a copy: their frames."""
 
@@ -173,6 +175,8 @@ class Shard:
         """Make the value of a slot the current one, for an update in place; runs in the shard's thread."""
         self.weight.data = self.as_weight(slot)
         rows, slot.behind, slot.filled = slot.behind, None, None
+        if slot is self.slot:
+            return
         if rows is None:
             slot.flat.copy_(self.flat)
         elif len(rows):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from gangline.collectives.errors import DeadNodeError, MismatchError, StallError
 from gangline.collectives.work import Work
@@ -20,6 +21,7 @@ from gangline.kvstore.parameter_server.client import server_client
 from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Failed, Pull, Values
 from gangline.kvstore.parameter_server.server import sessions
 from gangline.kvstore.parameter_server.store import DistStore
+from gangline.kvstore.parameter_server.transport import client_channel
 from gangline.kvstore.parameter_server.transport import listener as listener_module
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from tests.kvstore.parameter_server.digits import digits_of
@@ -158,6 +160,14 @@ def test_values_that_a_worker_does_not_read_do_not_pile_up_in_the_server(monkeyp
 def test_copies_of_values_that_a_worker_does_not_read_do_not_pile_up_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GANGLINE_TRANSPORT", "tcp")
     monkeypatch.setattr(listener_module, "_SENDING_BYTES", 1 << 20)
+    dealer = client_channel._dealer
+
+    def slow_dealer(*arguments: Any) -> zmq.Socket[bytes]:
+        made = dealer(*arguments)
+        made.setsockopt(zmq.RCVHWM, 1)  # it reads no more than it is asked for
+        return made
+
+    monkeypatch.setattr(client_channel, "_dealer", slow_dealer)
     rows, width, pulls = 64, 1 << 12, 80
     sent: list[int] = []
     send = Listener.send

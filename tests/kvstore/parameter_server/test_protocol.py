@@ -250,7 +250,7 @@ class Pair(RawWorkers):
             sequence = self.next()
             client.pull(sequence, 5, self.round)
             values, (data,) = client.receive()
-            assert values == Values(sequence, 0, [[5, self.round, DENSE, 4 * FLOATS]], [])
+            assert values == Values(sequence, values.number, [[5, self.round, DENSE, 4 * FLOATS]], [])
             assert torch.equal(floats(data), FIRST * 3)
 
 
@@ -510,25 +510,38 @@ def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost(offe
             push_both(number)
             held += [pull(client, number) for client in (two.clients if number == 1 else [two.clients[number - 2]])]
         assert [value(values) for values in held] == [[2], [2], [4], [6]]
-        slots = server._rounds.shards[5].slots
-        assert len(slots) == 3  # of rounds 1 to 3, which are all read
         zero.pull(held[0].sequence, 5, 1)  # it repeats the request because the answer was lost
         again = zero.receive()[0]
         assert (again.entries, value(again)) == ([[5, 1, DENSE, 4 * count]], [2])
+        shard = server._rounds.shards[5]
         words[1] = held[-1].number
         push_both(4)
-        assert [value(values) for values in [*held, again]] == [[2], [2], [4], [6], [2]]  # worker 0 reads the first two
+        assert [value(values) for values in [*held, again]] == [
+            [2],
+            [2],
+            [4],
+            [8],
+            [2],
+        ]  # of worker 0
+        pull(one, 4)
+        push_both(5)
+        assert len(shard.slots) == 4
+        pull(one, 5)
+        push_both(6)
+        one.pull(two.next(), 5, 6)
+        zero.pull(two.next(), 99, 0)
+        assert zero.receive()[0].error == "MismatchError"
+        assert one.has_nothing()
+        assert server._rounds.guard(shard)[0] == "readers"
+        assert server.status()["waits"][0]["what"] == "round 6 of key 'key' (readers)"
         words[0] = again.number  # it has also read what it got before
-        for number in (5, 6, 7, 8):
-            push_both(number)
-        values = pull(one, 8)
-        assert (values.entries, value(values)) == ([[5, 8, DENSE, 4 * count]], [16])
-        assert len(slots) == 4
+        values = one.receive()[0]
+        assert (values.entries, value(values)) == ([[5, 6, DENSE, 4 * count]], [12])
         zero.pull(two.next(), 5, 1)
         failed = zero.receive()[0]
         assert (failed.error, failed.text) == (
             "MismatchError",
-            "the value of key 'key' after round 1 is not kept any more: round 8 is closed",
+            "the value of key 'key' after round 1 is not kept any more: round 6 is closed",
         )
 
 
