@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -91,8 +92,9 @@ def descend(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         kv.set_optimizer(SGD)
         for step in range(kv.first_step, steps):
             kv.pull(list(outs), list(outs.values()))
+            scale = sum(float(value.sum()) for value in outs.values())  # each gradient depends on all shards
             for key, value in outs.items():
-                kv.push(key, (1 + step + kv.rank) * value.cos())
+                kv.push(key, (1 + step + kv.rank) * value.cos() * math.sin(scale))
         kv.barrier()
         kv.pull(list(outs), list(outs.values()))
         return outs, {}
