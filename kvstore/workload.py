@@ -79,8 +79,15 @@ def split_within(
         caps: maximum of each share; None: no limit. If all caps together are below ``batch_size``, they are scaled up.
         minimum: smallest share that is not empty.
     """
+    return list(_split_within(batch_size, tuple(_checked(loads)), caps and tuple(caps), minimum))
+
+
+@functools.lru_cache
+def _split_within(
+    batch_size: int, loads: tuple[float, ...], caps: tuple[int | None, ...] | None, minimum: int
+) -> tuple[int, ...]:
     limits = holding(caps or [None] * len(loads), batch_size)
-    free, counts = [_exact(load) for load in _checked(loads)], [0] * len(loads)
+    free, counts = [_exact(load) for load in loads], [0] * len(loads)
     while True:
         left = batch_size - sum(counts)
         wanted = _counts(left, free, minimum) if left and any(free) else [0] * len(counts)
@@ -89,7 +96,7 @@ def split_within(
             counts[index] += (limits[index] or 0) if full else wanted[index]
             free[index] = Fraction(0)
         if not full:
-            return counts
+            return tuple(counts)
 
 
 def holding(caps: Sequence[int | None], batch_size: int) -> list[int | None]:
