@@ -67,7 +67,7 @@ class StoreAllGather:
         key: JobKey | None = None,
         prefix: str = "",
         attempt: int = 0,
-        processes: Sequence[list[str | int]] = (),
+        processes: Sequence[Sequence[str | int]] = (),
         *,
         deletes_keys: bool = True,
     ) -> None:

@@ -517,8 +517,8 @@ def _check_alive(ranks: list[int], payloads: list[bytes]) -> None:
         raise DeadNodeError(f"{name_ranks(dead)} died while the ranks connected")
 
 
-def _read_process(rank: int, packed: bytes) -> list[str | int]:
+def _read_process(rank: int, packed: bytes) -> tuple[str, int, int]:
     match _unpack(packed):
         case [str(host), int(pid), int(start)]:
-            return [host, pid, start]
+            return host, pid, start
     raise ProtocolError(f"rank {rank} sent {packed[:80]!r} in the bootstrap exchange; expected a process identity")

@@ -31,7 +31,7 @@ class RankTask(NamedTuple):
     rank: int
     size: int
     threads: int
-    processes: list[list[str | int]]
+    processes: list[tuple[str, int, int]]
     """Identity of each rank's process."""
     timeout: float
     """Seconds to wait for other ranks in the bootstrap exchange."""

@@ -27,7 +27,7 @@ class Handle(NamedTuple):
 
     rank: int
     """Rank in the group when the handle was created."""
-    process: list[str | int]
+    process: tuple[str, int, int]
     """Identity by which processes of the same host see whether this one is alive."""
     token: str
     """Random number of the group in this process."""
@@ -46,7 +46,7 @@ class Handle(NamedTuple):
                 fields = json.loads(text.removeprefix(_KIND))
         match fields:
             case [int(rank), [str(host), int(pid), int(start)], str(token)]:
-                return cls(rank, [host, pid, start], token)
+                return cls(rank, (host, pid, start), token)
         raise ValueError(
             f"handle {text!r} is invalid; expected one that get_reconfigure_handle() of a gangline group returned"
         )

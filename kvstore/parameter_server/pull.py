@@ -77,7 +77,7 @@ class PullTargets:
         wanted = [(target.shard, target.shard, target.shard.nbytes) for target in self._targets.values()]
         requests: list[Request] = []
         for server, shards in grouped_by_server(wanted, _MESSAGE_BYTES):
-            entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
+            entries = [(shard.number, rounds[shard.layout.key], DENSE, 0) for shard in shards]
             message = Pull(0, entries, has_rows=False, region=None)
             requests += (Request(server, message, what, on_answer=self.handler(server, entries), priority=priority),)
         return requests
@@ -132,7 +132,7 @@ class RowPull:
         wanted = [((shard, rows), shard, len(rows) * row_bytes) for shard, _, rows in parts]
         requests: list[Request] = []
         for server, group in grouped_by_server(wanted, _MESSAGE_BYTES):
-            entries = [[shard.number, number, ROWS, rows.nbytes] for shard, rows in group]
+            entries = [(shard.number, number, ROWS, rows.nbytes) for shard, rows in group]
             frames = [frame_of(rows) for _, rows in group]
             handle = self._handler({shard.number for shard, _ in group})
             message = Pull(0, entries, has_rows=True, region=None)
@@ -162,7 +162,7 @@ class RowPull:
 
 def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> list[Request]:
     """Build wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
-    entries_of = (([shard.number, number, ROWS, 0], shard, 0) for shard, number in rounds)
+    entries_of = (((shard.number, number, ROWS, 0), shard, 0) for shard, number in rounds)
     return [
         Request(server, Pull(0, own, True, None), call, frames=[b""] * len(own), on_answer=_counter(own))
         for server, own in grouped_by_server(entries_of, 0)

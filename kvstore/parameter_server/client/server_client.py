@@ -11,10 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Set
-from dataclasses import replace
 from functools import partial
 
 import zmq
+from msgspec.structs import replace
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError

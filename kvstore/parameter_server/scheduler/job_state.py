@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from msgspec import convert
+
 from gangline.collectives import hooks
 from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.collectives.liveness.status_socket import Wait
@@ -153,7 +155,8 @@ class JobState:
         self.number = max([self.join_result.number if self.join_result else 0, *outcomes])
         self.views.restore(*views)
         for index, (identity, registration, rank, state, *rest) in enumerate(members):
-            member = Member(identity, protocol.Register(*registration), rank, MemberState(state), *rest)
+            registered = convert([protocol.Register.kind, *registration], protocol.Register)
+            member = Member(identity, registered, rank, MemberState(state), *rest)
             member.heard_at = now
             (self.replaced if index < replaced else self.members)[identity] = member
 

@@ -157,7 +157,7 @@ class Scheduler:
             if member is None:
                 if isinstance(message, protocol.Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
-                    stranger = Member(identity, protocol.Register("", -1, [], ""))
+                    stranger = Member(identity, protocol.Register("", -1, ("", 0, 0), ""))
                     self._send(stranger, protocol.Rejected(ValueError.__name__, text))
                     return
                 if not isinstance(message, protocol.Register):

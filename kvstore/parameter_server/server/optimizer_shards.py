@@ -53,8 +53,8 @@ class Definition:
             key = None
         if not isinstance(key, (str, int)) or isinstance(key, bool):
             raise ProtocolError(f"shard {number} has a key that is neither a str nor an int")
-        if math.prod(shape) % width:
-            raise ProtocolError(f"shard {number} of {math.prod(shape)} elements has rows of {width}")
+        if (elements := math.prod(shape)) % width or elements > MAX_SHARD:
+            raise ProtocolError(f"shard {number} of {elements} elements has rows of {width}; at most {MAX_SHARD} fit")
         return cls(number, dtype_named(dtype), tuple(shape), width, key, begin, is_whole)
 
     @property

@@ -268,7 +268,7 @@ class Sessions:
                 shard.readers.add((worker.rank, self._number))
             self._reads[self._number] = _Read(worker.rank, sequence, shards)
             self._reads_of.setdefault((worker.rank, sequence), []).append(self._number)
-            entries = [[shard.number, shard.closed, DENSE, shard.flat.nbytes] for shard in shards]
+            entries = [(shard.number, shard.closed, DENSE, shard.flat.nbytes) for shard in shards]
             offsets = [shard.offset for shard in shards] if worker.shares_memory else []
             frames = [] if worker.shares_memory else [frame_of(shard.flat) for shard in shards]
             header = protocol.pack(Values(sequence, self._number, entries, offsets))
@@ -282,7 +282,7 @@ class Sessions:
                     data, kind = shard.flat.view(-1, shard.width).index_select(0, waiter.rows), ROWS
                 elif codec is not None and data.is_floating_point():
                     data, kind = codec.encode(data), CODED
-                entries += ([shard.number, shard.closed, kind, data.nbytes],)
+                entries += ((shard.number, shard.closed, kind, data.nbytes),)
                 datas += (data,)
                 nbytes += data.nbytes
             self.sent_bytes += nbytes

@@ -17,7 +17,7 @@ FULL = (
 
 
 def register(rank: int, incarnation: int = 0) -> Register:
-    return Register("worker", rank, ["elsewhere", 1, 1], "", "", incarnation)
+    return Register("worker", rank, ("elsewhere", 1, 1), "", "", incarnation)
 
 
 def started(**options: Any) -> JobState:
@@ -139,7 +139,7 @@ def test_workers_do_not_know_a_view_before_all_servers_follow_it(views: Views) -
     views.answer("worker", 0, 1, 6)  # a repeat, which counts as the first one
     views.answer("worker", 1, 1, 4)
     assert views.make()
-    assert (views.known_to("worker"), views.known_to("server")) == ([[1, [0, 1]]], [[1, [0, 1]], [5, [0]]])
+    assert (views.known_to("worker"), views.known_to("server")) == ([(1, [0, 1])], [(1, [0, 1]), (5, [0])])
     views.answer("server", 0, 0, 0)
     assert not views.confirm([0])
     views.answer("server", 0, 1, 0)

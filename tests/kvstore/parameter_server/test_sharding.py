@@ -267,7 +267,7 @@ def test_shards_share_messages_of_at_most_8_mib_and_larger_ones_are_requested_al
     messages = [request.message for request in targets.requests(dict.fromkeys(sizes, 7), "pull", 0)]
     numbers = {key: placed[key][0].number for key in sizes}
     groups = [["large"], ["a", "b"], ["c", "d"]]
-    assert messages == [Pull(0, [[numbers[key], 7, DENSE, 0] for key in group], False, None) for group in groups]
+    assert messages == [Pull(0, [(numbers[key], 7, DENSE, 0) for key in group], False, None) for group in groups]
 
 
 # Many keys
