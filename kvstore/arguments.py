@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter, eq
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -294,4 +296,16 @@ def free_memory(device: torch.device) -> float:
     """Return the free bytes of a device; on the host, this worker's part of the available memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def available_memory() -> int:
+    """Return the free bytes of this host, or of this container if its memory is limited."""
+    free: int = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no cgroup, or one without limit ("max")
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = sum(int(counts.get(name, 0)) for name in ("active_file", "inactive_file"))
+        free = min(free, max(limit - used + cached, 0))
+    return free

@@ -42,7 +42,7 @@ from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
-from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer import files, state_parts
 from gangline.kvstore.optimizer.group import OptimizerGroup, OptimizerGroups
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate, check_not_negative
@@ -644,7 +644,7 @@ class KVStore(abc.ABC):
             ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
         """
         self._check_open()
-        self._load_state(self._group_for("load_optimizer_states", group), lambda: read_optimizer_states(path))
+        self._load_file(self._group_for("load_optimizer_states", group), Path(path))
 
     # Compression
 
@@ -1044,6 +1044,10 @@ class KVStore(abc.ABC):
     def _state_of(self, group: OptimizerGroup) -> OptimizerState:  # noqa: ARG002  refused here
         raise RuntimeError(self._no_optimizer())
 
+    def _load_file(self, group: OptimizerGroup, path: Path) -> None:
+        """Load a group's state from rank 0's file."""
+        self._load_state(group, lambda: state_parts.load_whole(path))
+
     def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:  # noqa: ARG002  refused here
         """Load the state that ``read`` returns on rank 0."""
         raise RuntimeError(self._no_optimizer())
@@ -1179,16 +1183,3 @@ def check_kept(state: Any) -> None:
             "keep() got None, which kept() returns in a first start; expected what the next step depends on, at least "
             "its number"
         )
-
-
-def read_optimizer_states(path: str | Path) -> OptimizerState:
-    """Read a file of `KVStore.save_optimizer_states`.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is damaged or holds no optimizer state.
-    """
-    tensors, header = files.load(Path(path))
-    if "optimizer" not in header:
-        raise ValueError(f"{path} holds no optimizer state; expected a file of save_optimizer_states")
-    return OptimizerState.from_parts(header, tensors)

@@ -21,6 +21,7 @@ from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.addresses import interface_address, local_address, resolved
 from gangline.collectives.transports.unix_sockets import connect
+from gangline.kvstore.parameter_server.environment import parse_bytes
 from gangline.kvstore.restart_variables import parse_bounds
 from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher.binding import Host
@@ -75,6 +76,8 @@ class LaunchOptions:
     """Number of workers; with hosts the default is their number of slots."""
     servers: Annotated[int, typer.Option("-s", "--servers", "--num-servers", metavar="N", min=0)] = 1
     """Number of servers, beside a scheduler. 0: none; workers of a dist_* store then start their own."""
+    server_memory: str | None = None
+    """Memory of each server, such as 8G,24G: it holds keys in this proportion. Default: by the hosts' free memory."""
     launcher: Launcher = "local"
     """Start the processes on this host, or by ssh, MPI or Slurm."""
     gpus: str | None = None
@@ -166,6 +169,7 @@ def launch(options: LaunchOptions) -> None:
         idle_surplus=options.idle_surplus,
         restart_processes=options.restart_processes,
         elastic=bounds,
+        server_memory=_server_memory(options.server_memory, servers),
     )
     if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:  # in an allocation srun starts tasks at once
         raise typer.Exit(_submit(job, options))
@@ -236,6 +240,7 @@ def _submit(job: JobSpec, options: LaunchOptions) -> int:
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
     words += ["-s", str(job.servers), "--grace", f"{options.grace:g}"]
     for option, value in (
+        ("--server-memory", options.server_memory),
         ("--work-load-list", job.loads_text() or None),
         ("--interface", options.interface),
         ("--log-dir", options.log_dir),
@@ -253,6 +258,18 @@ def _submit(job: JobSpec, options: LaunchOptions) -> int:
         return submit(script)
     except FileNotFoundError:
         raise UsageError("sbatch is not here; install Slurm, or print what it would get by --dry-run") from None
+
+
+def _server_memory(words: str | None, servers: int) -> tuple[int, ...]:
+    """Return the bytes of each server by --server-memory; empty: not given."""
+    if words is None:
+        return ()
+    sizes = words.split(",")
+    if len(sizes) != servers:
+        given = "1 size" if len(sizes) == 1 else f"{len(sizes)} sizes"
+        raise UsageError(f"--server-memory has {given} for {servers} servers (-s); expected one for each")
+    with as_usage_errors():
+        return tuple(parse_bytes(size, "--server-memory") for size in sizes)
 
 
 def _check_used(options: LaunchOptions) -> None:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 9
+VERSION = 10
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame without a `Blob`; one with it may have MAX_COLLECTIVE more."""
 MAX_SHARD = 1 << 35
@@ -29,6 +29,8 @@ MAX_RANKS = 1 << 16
 MAX_AXES = 64
 MAX_COLLECTIVE = 64 << 20
 """Maximum bytes that a worker contributes to one collective."""
+MAX_MESSAGE = MAX_SHARD + MAX_COLLECTIVE + MAX_HEADER
+"""Maximum bytes of a message over a Unix stream."""
 
 # Types of fields
 
@@ -124,6 +126,10 @@ class Register(Message, tag=1):
     """GANGLINE_JOB_ID, by which the scheduler refuses processes of other jobs."""
     incarnation: Count = 0
     """Number of times that this process was started again while its job ran on."""
+    memory: Count = 0
+    """Bytes that a server has for values and state; 0: unknown."""
+    is_memory_set: Flag = False
+    """True if the user has set them, False if they are the free memory of the host."""
 
 
 class Registered(Message, tag=2):
@@ -145,6 +151,8 @@ class Registered(Message, tag=2):
     """True if workers come and go while the job runs."""
     views: Views = []
     """Table of the workers that take part; one view if they are always the same."""
+    memory: Counts = []
+    """Memory of the servers in rank order, by which keys are placed; empty: all have the same."""
 
 
 class Rejected(Message, tag=3):

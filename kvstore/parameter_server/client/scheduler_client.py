@@ -70,6 +70,7 @@ class SchedulerClient:
         scheduler: "tcp://HOST:PORT".
         rank: requested rank; -1: any.
         address: address of a server.
+        memory: bytes that a server has, and whether the user has set them; see `protocol.Register`.
         timeout: seconds to wait for other processes; None: GANGLINE_TIMEOUT.
 
     Raises:
@@ -80,7 +81,14 @@ class SchedulerClient:
     """
 
     def __init__(
-        self, role: str, scheduler: str, *, rank: int = -1, address: str = "", timeout: float | None = None
+        self,
+        role: str,
+        scheduler: str,
+        *,
+        rank: int = -1,
+        address: str = "",
+        memory: tuple[int, bool] = (0, False),
+        timeout: float | None = None,
     ) -> None:
         self.role = role
         self.identity = secrets.token_bytes(16).replace(b"\0", b"\1")
@@ -91,6 +99,8 @@ class SchedulerClient:
         """Number of the membership, incremented when a restarted process replaces another."""
         self.servers: list[str] = []
         """Addresses of the servers."""
+        self.server_memory: list[int] = []
+        """Memory of the servers in bytes; empty: all have the same."""
         self.allows_restarts = os.environ.get(PROCESS_RESTARTS, "0") != "0"
         """True if other processes wait for the restart of a dead process."""
         self.is_restarted = False
@@ -158,7 +168,7 @@ class SchedulerClient:
         """True if this process leaves the job, or has left it."""
         registering: Future[protocol.Registered] = Future()
         job = os.environ.get("GANGLINE_JOB_ID", "")
-        self._registration = protocol.Register(role, rank, this_process(), address, job, incarnation())
+        self._registration = protocol.Register(role, rank, this_process(), address, job, incarnation(), *memory)
         self._pending["registered"] = registering, self._registration
         self._outbox.append(self._registration)
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
@@ -619,7 +629,7 @@ class SchedulerClient:
                 self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
                 self.view, self.servers = message.view, message.servers
                 self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
-                self.is_elastic = message.is_elastic
+                self.is_elastic, self.server_memory = message.is_elastic, message.memory
                 self._set_views([(first, ranks) for first, ranks in message.views])
                 self.on_change()
                 self._settle("registered", message)

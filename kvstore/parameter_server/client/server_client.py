@@ -660,9 +660,13 @@ class ServerClient:
             return ""
         if connection.address != self._scheduler.servers[server]:  # it came back since the last look at the channel
             return ""
-        if not channel.disconnected_at or time.monotonic() - channel.disconnected_at <= self._limit:
+        if not channel.disconnected_at:
+            return ""
+        if not channel.problem and time.monotonic() - channel.disconnected_at <= self._limit:
             return ""
         why = f"has had no connection to server {server} for {self._limit:g} s, though both reach the scheduler"
+        if channel.problem:
+            why = f"cannot talk to server {server}: {channel.problem}"
         self._scheduler.leave(why)  # others would wait for its pushes
         return f"worker {self._scheduler.rank} {why}"
 

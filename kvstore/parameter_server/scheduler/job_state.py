@@ -29,6 +29,9 @@ _RECORDED_BYTES = 256 << 20
 _MAX_OPEN = 64
 """Number of collectives that a worker may be in at once."""
 
+_ALIKE = 1.5
+"""Servers are placed as equal ones unless one has this many times the free memory of another."""
+
 _WAITING_SECONDS = 0.1
 """Servers are told of workers that have waited in a collective for longer than this."""
 
@@ -211,6 +214,8 @@ class JobState:
         """Add a process that may register: before the start, in the place of ``old``, or with a new rank."""
         if old is not None:
             self.replaced[old.identity] = self.members.pop(old.identity)
+            new.registration.memory = old.registration.memory  # keys stay where they were placed
+            new.registration.is_memory_set = old.registration.is_memory_set
         rank = new.registration.rank
         if self.started:
             new.rank, new.is_restarted = rank if rank >= 0 else self.workers, True
@@ -218,6 +223,22 @@ class JobState:
         if new.role == "worker":  # of an elastic job, in which a new one takes part once it asks to
             self.workers = max(self.workers, rank + 1, new.rank + 1)
         self.members[new.identity] = new
+
+    def server_memory(self) -> list[int]:
+        """Return the memory of each server, by which keys are placed; empty: as if all had the same.
+
+        Servers of one host share its free memory. It is not used if it is alike: it changes from start to start.
+        """
+        servers = [member.registration for member in self.of_role("server")]
+        free: dict[str | int, list[int]] = {}  # by host
+        for one in servers:
+            if not one.is_memory_set:
+                free.setdefault(one.process[0], []).append(one.memory)
+        shares = {host: min(of_host) // len(of_host) for host, of_host in free.items()}
+        memory = [one.memory if one.is_memory_set else shares[one.process[0]] for one in servers]
+        if not memory or not min(memory) or (free and max(memory) < _ALIKE * min(memory)):
+            return []
+        return memory
 
     def is_full(self) -> bool:
         """Return whether all workers and servers have registered."""

@@ -279,6 +279,7 @@ class Scheduler:
         return protocol.Registered(
             *(member.rank, state.view, state.views.most, addresses, self._heartbeat, self._limit),
             *(state.allows_restarts, member.is_restarted, state.is_elastic, state.views.known_to(member.role)),
+            state.server_memory(),
         )
 
     def _waiting_message(self) -> protocol.Waiting:

@@ -166,6 +166,14 @@ class ShardOptimizers:
         """Set the state of a shard; tensors are not copied."""
         self.state_of(shard).update(state)
 
+    def replace_state(self, shard: Shard, state: dict[str, Any]) -> None:
+        """Replace the state of a shard, in its thread; tensors are not copied."""
+        self._optimizer_of(shard).restore(shard.number, state, copy=False)
+
+    def state_bytes(self, shard: Shard) -> int:
+        """Return the bytes of the tensors of a shard's state."""
+        return sum(value.nbytes for value in self.state_of(shard).values() if isinstance(value, Tensor))
+
     def learning_rate_of(self, shard: Shard) -> float:
         """Return the learning rate of a shard's last update, before lr_mult."""
         return self._of_threads[shard.thread].learning_rate

@@ -19,6 +19,7 @@ from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolEr
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.kvstore.arguments import available_memory
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
@@ -31,6 +32,7 @@ from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter, add_push
+from gangline.kvstore.parameter_server.server.state_files import StateFiles
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
@@ -44,8 +46,8 @@ _LOOK_SECONDS = 0.05
 _EARLY = 64
 """Number of workers that may send Hello before the scheduler has announced them."""
 _SMALL_MESSAGES = 64 << 20
-_PER_MESSAGE = 8
-"""Maximum bytes of a message beyond the above, in multiples of all shards' bytes (an optimizer's state)."""
+_PER_MESSAGE = 9
+"""Maximum bytes of a message beyond the above, in multiples of all shards' bytes (numbers of rows of one byte)."""
 
 
 class Server:
@@ -61,6 +63,7 @@ class Server:
             listener, lambda shards: self._rounds.mark_changed(shards), lambda blocked: self._rounds.awaited(blocked)
         )
         self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
+        self._state_files = StateFiles(thread_pool, f"server {scheduler.rank}", lambda shard: self._save([shard]))
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, protocol.Command, list[memoryview]]] = []
         self._early: dict[bytes, protocol.Hello] = {}  # of processes not yet announced by the scheduler
@@ -511,7 +514,7 @@ class Server:
             try:
                 if command.sequence not in worker.handled:
                     payload, datas = self._run_command(worker, command.name, command.payload, frames)
-                    if command.name not in ("state", "norms", "rounds"):
+                    if command.name not in ("state", "state_bytes", "save", "load_files", "norms", "rounds"):
                         self._mark_handled(worker, command.sequence)
             except Exception as error:  # noqa: BLE001  as in `_receive`
                 self._reject(worker.identity, command.sequence, error)
@@ -536,6 +539,10 @@ class Server:
                 number, wanted = msgpack.unpackb(payload)
                 own = rounds.optimizers.shards_of(number, rounds.shards)
                 return rounds.optimizers.numbered(number).state([own[one] for one in wanted])
+            case "state_bytes" | "save" | "load_files":
+                number, *given = msgpack.unpackb(payload)
+                own = rounds.optimizers.shards_of(number, rounds.shards)
+                return self._state_files.run(name, given, [*own.values()], rounds.optimizers.numbered(number)), []
             case "load":
                 number = msgpack.unpackb(payload)[0]
                 own = rounds.optimizers.shards_of(number, rounds.shards)
@@ -600,7 +607,7 @@ class Server:
     def _max_message(self, rank: int) -> int:
         """Return the maximum bytes of a message of a worker; worker 0 defines shards, so any size."""
         if not rank:
-            return protocol.MAX_SHARD
+            return protocol.MAX_MESSAGE
         return _SMALL_MESSAGES + _PER_MESSAGE * sum(shard.flat.nbytes for shard in self._rounds.shards.values())
 
     def _bound_backlogs(self) -> None:
@@ -641,7 +648,10 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
     listener = Listener(job.interface, thread_pool.event_fd)
     try:
         timeout = math.inf if job.is_supervised else None
-        scheduler = SchedulerClient("server", job.scheduler, rank=job.rank, address=listener.address, timeout=timeout)
+        memory = (job.memory, True) if job.memory else (available_memory(), False)
+        scheduler = SchedulerClient(
+            "server", job.scheduler, rank=job.rank, address=listener.address, memory=memory, timeout=timeout
+        )
         try:
             if scheduler.is_restarted and kept is None:
                 scheduler.leave("was started again, but the values that it held are lost")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -219,7 +220,10 @@ class StreamChannel:
             return
         try:
             yield from self._stream.receive()
-        except (OSError, ProtocolError):
+        except OSError:
+            self.close()
+        except ProtocolError as error:  # the peer would send it again
+            self.problem, self._retry_at = str(error), math.inf
             self.close()
 
     def is_refused(self) -> bool:  # noqa: D102

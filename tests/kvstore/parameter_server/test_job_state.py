@@ -57,6 +57,32 @@ def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobSt
     assert state.rejection(register(1, 2)) == FULL
 
 
+@pytest.mark.parametrize(
+    ("servers", "memory"),
+    [
+        ([("a", 8, True), ("b", 9, True)], [8, 9]),
+        ([("a", 1000, False), ("b", 1400, False)], []),
+        ([("a", 1000, False), ("b", 1600, False)], [1000, 1600]),
+        ([("a", 1000, False), ("a", 1600, False), ("b", 1400, False)], [500, 500, 1400]),  # two share a host's memory
+        ([("a", 1000, True), ("b", 1400, False)], []),
+        ([("a", 0, False), ("b", 1000, False)], []),
+        ([("a", 5, False)], []),
+    ],
+)
+def test_servers_of_unequal_memory_are_told_apart(servers: list[tuple[str, int, bool]], memory: list[int]) -> None:
+    def server(rank: int, incarnation: int, host: str, nbytes: int, is_set: bool) -> Register:
+        return Register("server", rank, [host, 1, 1], "", "", incarnation, nbytes, is_set)
+
+    state = JobState(0, len(servers), restarts=1)
+    for rank, one in enumerate(servers):
+        state.members[b"%d" % rank] = Member(b"%d" % rank, server(rank, 0, *one))
+    assert state.assign_ranks()
+    assert state.server_memory() == memory
+    new = server(0, 1, "a", 7, False)  # a restarted server has the place of the former one
+    state.enter(Member(b"new", new), state.predecessor(new))
+    assert state.server_memory() == memory
+
+
 def test_the_outcomes_of_the_start_and_of_the_last_two_rounds_are_kept(state: JobState) -> None:
     start, last = range(1, 21), range(9 * ROUND + 1, 9 * ROUND + 21)
     for number in [*start, *(step * ROUND + 1 for step in range(1, 9)), *last]:
