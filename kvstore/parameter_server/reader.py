@@ -230,6 +230,7 @@ class Reader:
         if newer_than is not None and (type(newer_than) is not int or newer_than < 0):
             raise ValueError(f"newer_than is {newer_than!r}; expected a version, or None")
         least = self._least = 0 if newer_than is None else newer_than + 1
+        wanted = "a version" if newer_than is None else f"a version after {newer_than}"
         seconds = self._timeout if timeout is None else timeout
         with self._lock:
             if not self._finish.alive:
@@ -241,10 +242,10 @@ class Reader:
                 while (version := self._common(least)) is None or not self._read(version, required, optional, ends):
                     self._progress()
                     if time.monotonic() > ends:
-                        raise StallError(f"pull() has waited {seconds:g} s for {self._missing(least)}")
+                        raise StallError(f"pull() has waited {seconds:g} s for {wanted}{self._lacking()}")
                 self._done = version + 1
             except (EOFError, DeadNodeError) as error:
-                raise type(error)(f"{error}; pull() waited for a version from {least} on") from None
+                raise type(error)(f"{error}; pull() waited for {wanted}") from None
             finally:  # servers need not wait for this reader when the job ends
                 for source in self._sources:
                     self._want(source, self._done)
@@ -407,10 +408,10 @@ class Reader:
         source.plan((item, offset) for item, offsets in parts for offset in offsets)
         return stamps
 
-    def _missing(self, least: int) -> str:
-        """Return what a pull waits for."""
+    def _lacking(self) -> str:
+        """Return what the servers lack."""
         if not self._sources:
-            return f"the job at {self.address} to begin"
+            return f": the job at {self.address} has not begun"
         lacking = []
         for server, source in enumerate(self._sources):
             if source.channel.disconnected_at:
@@ -419,7 +420,7 @@ class Reader:
                 lacking.append(f"server {server} has none")
             else:
                 lacking.append(f"server {server} has {', '.join(map(str, source.numbers))}")
-        return f"a version from {least} on of the job at {self.address}: {'; '.join(lacking)}{self._dropped}"
+        return f" of the job at {self.address}: {'; '.join(lacking)}{self._dropped}"
 
 
 def _parse(address: str | None) -> tuple[str, int]:
