@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from gangline.kvstore.errors import DiskFullError as DiskFullError
     from gangline.kvstore.interface import KVStore as KVStore
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
+    from gangline.kvstore.parameter_server.reader import Reader as Reader
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
     from gangline.kvstore.registry import create as create
     from gangline.kvstore.sparse import RowSparse as RowSparse
@@ -72,6 +73,7 @@ _HOMES = {
     "kvstore.interface": ("KVStore",),
     "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),
+    "kvstore.parameter_server.reader": ("Reader",),
     "kvstore.reducer.distributed_optimizer": ("DistributedOptimizer",),
     "kvstore.registry": ("create",),
     "kvstore.sparse": ("RowSparse",),

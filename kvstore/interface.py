@@ -261,6 +261,52 @@ class KVStore(abc.ABC):
         self._check_open()
         return self.rank
 
+    @property
+    def address(self) -> str:
+        """Address for `gangline.Reader`, HOST:PORT; "" if the store has no servers."""
+        return ""
+
+    def publish(self, version: int, extra: Mapping[Key, torch.Tensor] | None = None) -> None:
+        """Keep the current values of all keys on the servers, for readers: `gangline.Reader`. Worker 0 alone calls it.
+
+        They are the values after this worker's last push of each key, and after `update`. The call does not wait for
+        the other workers' pushes. Servers keep the two newest versions that are whole.
+
+        Args:
+            version: number of the version, 0 or more, above those before. A worker 0 that was restarted alone may
+                repeat versions, without an effect.
+            extra: host tensors of further names that belong to the version, such as a network's buffers.
+
+        Raises:
+            RuntimeError: on another worker than 0, in stores other than ``dist_sync``, and if a push waits for
+                `update`.
+            ValueError: if the version is not above the last one, or a name of ``extra`` is a key of the store.
+
+        For example:
+
+            for step in range(steps):
+                kv.pushpull(keys, gradients(step), weights)
+                if step % 100 == 0 and kv.rank == 0:
+                    kv.publish(step, dict(network.named_buffers()))
+        """
+        self._check_open()
+        if type(version) is not int:
+            raise TypeError(f"version is {version!r}; expected an int")
+        if not 0 <= version < 1 << 62:
+            raise ValueError(f"version is {version}; expected 0 or more")
+        extra = {} if extra is None else extra
+        for key, value in extra.items():
+            if not isinstance(key, (str, int)) or not isinstance(value, torch.Tensor):
+                raise TypeError(f"extra has {key!r}: a {type(value).__name__}; expected tensors by str or int")
+            if key in self._layout:
+                raise ValueError(f"extra has key {key!r}, which the store holds; expected other names")
+        self._publish(version, extra)
+
+    def _publish(self, version: int, extra: Mapping[Key, torch.Tensor]) -> None:  # noqa: ARG002
+        raise RuntimeError(
+            f"a {self.type!r} store has no servers that keep version {version} for readers; expected dist_sync"
+        )
+
     def dead_nodes(self) -> list[str]:
         """Return the names of workers and servers known to be dead, such as ``"worker 1"``."""
         return []

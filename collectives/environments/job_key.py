@@ -112,7 +112,7 @@ def job_key() -> JobKey | None:
     if _Inherited.key is not None:
         return _Inherited.key
     path = os.environ.get(FILE)
-    return _read_file(path) if path else None
+    return read_file(path) if path else None
 
 
 def take_descriptor() -> None:
@@ -176,8 +176,9 @@ def write_file(key: JobKey, path: Path) -> None:
         file.write(key.hex() + "\n")
 
 
-def _read_file(path: str) -> JobKey:
-    source = f"file {path!r} of {FILE}"
+def read_file(path: str, source: str = FILE) -> JobKey:
+    """Return the key in a file; ``source`` names what the path comes from. Raises as `job_key`."""
+    source = f"file {path!r} of {source}"
     try:
         file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  closed below
     except OSError as error:

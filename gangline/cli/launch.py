@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +17,9 @@ import typer
 
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
-from gangline.collectives.environments.job_key import JobKey
+from gangline.collectives.environments.job_key import FILE, JobKey, job_key
 from gangline.collectives.timeline import recorder
-from gangline.collectives.transports.addresses import interface_address, local_address, resolved
+from gangline.collectives.transports.addresses import interface_address, is_loopback, local_address, resolved
 from gangline.collectives.transports.unix_sockets import connect
 from gangline.kvstore.parameter_server.environment import parse_bytes
 from gangline.kvstore.restart_variables import parse_bounds
@@ -205,10 +205,16 @@ def launch(options: LaunchOptions) -> None:
         except OSError as error:
             raise UsageError(f"--log-dir {options.log_dir} cannot be created: {error.strerror}") from None
 
+    with as_usage_errors():
+        own_key = job_key() if launcher == "ssh" else None  # which readers on other hosts need
+
     def attempt(restart: int) -> Outcome:
         table = planned(replace(job, restart=restart)) if restart else first
+        if servers:
+            _print_address(table[0].environment, knows_key=own_key is not None or launcher in ("mpi", "slurm"))
         if launcher == "ssh":
-            connections = ssh_table(table, entries, connection, JobKey.new(), options.grace, options.log_dir)
+            key = own_key or JobKey.new()
+            connections = ssh_table(table, entries, connection, key, options.grace, options.log_dir)
             return run(connections, timeouts, stop_signals=stops)
         return run(
             table,
@@ -349,6 +355,14 @@ def _print_table(table: Sequence[Process], hosts: Sequence[HostEntry]) -> None:
         if hosts:
             print(f"# {hosts[index].name}")
         print(*(one.shell_line() for one in table if one.host == index and not one.is_spare), sep="\n")
+
+
+def _print_address(environment: Mapping[str, str | None], *, knows_key: bool) -> None:
+    """Print where readers of the job's versions attach, and the key that they need from other hosts."""
+    host, port = environment["DMLC_PS_ROOT_URI"] or "", environment["DMLC_PS_ROOT_PORT"]
+    key = f", with the key of {FILE}" if knows_key else f"; they need a key: set {FILE} before the job starts"
+    shown = f"[{host}]" if ":" in host else host
+    print(f"gangline: readers attach at {shown}:{port}{'' if is_loopback(host) else key}", file=sys.stderr, flush=True)
 
 
 def _report_surplus(table: Sequence[Process], workers: int) -> None:

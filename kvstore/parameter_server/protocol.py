@@ -31,6 +31,10 @@ MAX_COLLECTIVE = 64 << 20
 """Maximum bytes that a worker contributes to one collective."""
 MAX_MESSAGE = MAX_SHARD + MAX_COLLECTIVE + MAX_HEADER
 """Maximum bytes of a message over a Unix stream."""
+PART_BYTES = 1 << 18
+"""Bytes of each `Part` of an item but the last one."""
+MAX_PARTS = 8
+"""Maximum number of `Read` messages of a reader that a server has not answered, or whose answers it may not have."""
 
 # Types of fields
 
@@ -471,6 +475,74 @@ class Blocked(Message, tag=32):
 
 class Repeated(Message, tag=35):
     """Notice after a `Welcome` that the worker has repeated all requests that a lost connection may have lost."""
+
+
+# Messages of readers
+
+
+class Attach(Message, tag=45):
+    """First message of a reader on each connection to the scheduler, which it may repeat there, or to a server."""
+
+    name: String
+    """Host and process id, for logs."""
+
+
+class Attached(Message, tag=46):
+    """Answer of the scheduler to `Attach`."""
+
+    servers: Strings
+    """Server addresses in rank order; empty: the job has not begun."""
+    why: Text
+    """Why the job fails; "": it does not."""
+    restart_limit: Number
+    """Seconds for which the scheduler may be away, because it is restarted; 0: it is not."""
+
+
+class Want(Message, tag=47):
+    """Question of a reader which whole versions a server has; it is answered once there is one from ``least`` on."""
+
+    sequence: Count
+    least: Count
+    """Lowest version that the reader wants; it has read what it wants of those below."""
+    received: Count
+    """As in `Read`."""
+
+
+class Versions(Message, tag=48):
+    """Whole versions of a server: the answer to `Want`, or to a `Read` of a version that the server has no more."""
+
+    sequence: Count
+    """Number of the `Want`; 0: the answer to a `Read`."""
+    numbers: Counts
+
+
+class Read(Message, tag=49):
+    """Request of a reader for a part of an item of a version."""
+
+    version: Count
+    item: Count
+    """0: the description of the version; n: the n-th tensor in it."""
+    offset: Count
+    received: Count
+    """Number of answers to earlier `Read` messages that the reader has received since its `Attach`."""
+
+
+class Part(Message, tag=50):
+    """Bytes of an item from an offset on, in a data frame: the answer to `Read`."""
+
+    version: Count
+    item: Count
+    offset: Count
+    nbytes: Count
+    """Bytes of the item."""
+
+
+class Detached(Message, tag=51):
+    """Notice that a server does not serve a reader any more; it may attach again unless the job has ended."""
+
+    error: String
+    """Name of a class in `remote_errors.ERRORS`: EOFError if the job has ended."""
+    text: Text
 
 
 # Collectives

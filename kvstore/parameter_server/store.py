@@ -146,6 +146,7 @@ class DistStore(KVStore):
         self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
         self._rates: dict[int, float] = {}  # learning rates by number of the group
         self._sent_rates: dict[int, float] = {}  # sent with pushes: on rank 0, and where set since the last join()
+        self._version = -1  # the last one that was published
         self._late_error: Exception | None = None  # of a push that had already returned
         self._final_error: Exception | None = None  # raised by all later calls: a push may be lost, or join() failed
         self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
@@ -241,6 +242,46 @@ class DistStore(KVStore):
             super().leave()
         if text := self._scheduler.ask_to_leave():
             raise RuntimeError(text)
+
+    # Readers
+
+    @property
+    def address(self) -> str:  # noqa: D102  inherited
+        return self._scheduler.address
+
+    def _publish(self, version: int, extra: Mapping[Key, Tensor]) -> None:
+        if self.rank:
+            raise RuntimeError(
+                f"publish() was called on worker {self.rank}; expected on worker 0, which does it for all"
+            )
+        if self.is_async:
+            raise RuntimeError(f"a {self.type!r} store has no rounds of all workers to publish; expected dist_sync")
+        if version <= self._version:
+            raise ValueError(f"version {version} was published after version {self._version}; expected a higher one")
+        self._check_not_pending(self._layout)
+        self._queue.run(lambda: None, Work("publish"), list(self._layout), 0)  # earlier calls have begun their rounds
+        self._raise_late_error()
+        described: list[list[list[object]]] = [[] for _ in range(self._servers.count)]
+        for key, shards in self._shards.items():
+            for one in shards:
+                layout = one.layout
+                entry: list[object] = [
+                    one.number,
+                    self._rounds[key],
+                    key,
+                    layout.dtype,
+                    layout.shape,
+                    one.begin,
+                    one.numel,
+                ]
+                described[one.server].append(entry)
+        values = {key: value.detach().cpu().contiguous() for key, value in extra.items()}
+        described[0] += [
+            [-1, 0, key, name_of_dtype(one.dtype), one.shape, 0, one.numel()] for key, one in values.items()
+        ]
+        packed = [(msgpack.packb([version, of_server]), ()) for of_server in described]
+        command(self._servers, "publish", {**dict(enumerate(packed)), 0: (packed[0][0], [*values.values()])})
+        self._version = version
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1

@@ -254,6 +254,11 @@ class SchedulerClient:
         with self._numbering:
             self.numbers = numbers
 
+    @property
+    def address(self) -> str:
+        """Address of the scheduler, HOST:PORT."""
+        return self._address.removeprefix("tcp://")
+
     # Views
 
     @property

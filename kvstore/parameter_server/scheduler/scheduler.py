@@ -155,6 +155,10 @@ class Scheduler:
                 raise ProtocolError(f"received {len(frames[0])} bytes from a process that has not registered")
             message = protocol.unpack(frames[0])
             if member is None:
+                if isinstance(message, protocol.Attach):
+                    self._listener.admit(identity, protocol.MAX_STRANGER)
+                    self._listener.send(identity, [protocol.pack(self._attached())])
+                    return
                 if isinstance(message, protocol.Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
                     stranger = Member(identity, protocol.Register("", -1, ("", 0, 0), ""))
@@ -281,6 +285,12 @@ class Scheduler:
             *(state.allows_restarts, member.is_restarted, state.is_elastic, state.views.known_to(member.role)),
             state.server_memory(),
         )
+
+    def _attached(self) -> protocol.Attached:
+        """Return what readers need, which are no members of the job."""
+        servers = [one.registration.address for one in self._state.of_role("server")] if self._state.started else []
+        dead = [f"{one.name} {one.why}" for one in self._state.members.values() if one.state is MemberState.DEAD]
+        return protocol.Attached(servers, "; ".join(dead), self._restart_limit if self._state.allows_restarts else 0)
 
     def _waiting_message(self) -> protocol.Waiting:
         calls = self._waiting.values()

@@ -20,6 +20,7 @@ from gangline.collectives.timeline import recorder
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, ShardOptimizers
+from gangline.kvstore.parameter_server.server.published import Published
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
@@ -58,6 +59,7 @@ class ShardRounds:
         self.in_collectives: dict[int, tuple[str, int]] = {}
         """Workers that wait in a collective for other workers, with the call's name and number: meanwhile
         acknowledgements to the others are not withheld, and in async mode they do not bound the staleness of others."""
+        self.published = Published(thread_pool)
         self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
         self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
         self._thread_pool = thread_pool
@@ -329,6 +331,8 @@ class ShardRounds:
         shard.open.pop(shard.closed)
         shard.busy = False
         shard.has_closed = True
+        if shard.number in self.published.awaited:
+            self.published.keep(shard)
         for one in this.pushes.values():
             if one.release is not None:
                 one.release()

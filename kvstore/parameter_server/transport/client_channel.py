@@ -13,10 +13,11 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.limits import limits
 from gangline.collectives.transports import unix_sockets
-from gangline.collectives.transports.addresses import required_key
+from gangline.collectives.transports.addresses import is_loopback, required_key
 from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, Handshakes, secure_connecting
 from gangline.kvstore.parameter_server.transport import unix_stream
 from gangline.kvstore.parameter_server.transport.pieces import PIECE, split
@@ -64,8 +65,14 @@ class Channel(Protocol):
         """Close the connection; what was sent is still delivered."""
 
 
-def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> Channel:
-    """Connect over the fastest transport that works.
+def open_channel(
+    address: str,
+    context: zmq.Context[zmq.Socket[bytes]],
+    identity: bytes,
+    poller: Poller,
+    key: JobKey | None = None,
+) -> Channel:
+    """Connect over the fastest transport that works; ``key``: for addresses that need one, in place of this process's.
 
     The address is "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
     server "process://ID" besides.
@@ -77,7 +84,7 @@ def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity
             return channel
     # A restarted server, or another one, may get the port of a former process, to which a socket still connects again.
     # What that sends must not count there, and its identity must be another (note 5 in zmq/context.py).
-    return SocketChannel(f"tcp://{words['tcp']}", context, identity + words.get("process", "").encode(), poller)
+    return SocketChannel(f"tcp://{words['tcp']}", context, identity + words.get("process", "").encode(), poller, key)
 
 
 def scheduler_address(endpoint: str) -> str:
@@ -126,10 +133,17 @@ class SocketChannel:
 
     is_full = False  # ZeroMQ's I/O thread sends what is queued
 
-    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        identity: bytes,
+        poller: Poller,
+        key: JobKey | None = None,
+    ) -> None:
         host, _, self._port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host = host.strip("[]")
-        key = required_key(host)
+        key = required_key(host) if key is None or is_loopback(host) else key
         self._handshakes = Handshakes(endpoint, key)
         self._poller = poller
         self._socket = _dealer(endpoint, context, identity)

@@ -200,6 +200,11 @@ class Listener:
         descriptor = self._descriptors.get(identity)
         return descriptor is not None and self._streams[descriptor].is_full
 
+    def disconnect(self, identity: bytes) -> None:
+        """Close the Unix stream of a peer and forget what it has not received; it may connect again."""
+        if identity in self._descriptors:
+            self._close_stream(self._descriptors[identity])
+
     def close(self) -> None:
         """Close all sockets; what was sent is still delivered. Idempotent."""
         for descriptor in list(self._streams):

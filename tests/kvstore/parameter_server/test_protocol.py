@@ -155,7 +155,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
         (packed([4]), "unknown kind"),
         (packed(4, 1, msgpack.ExtType(5, b"code")), "invalid field: .*answered"),
         (packed(4, 1, msgpack.Timestamp(1)), "invalid field: .*answered"),
-        (packed(1, b"\xff", 0, 0, 0, 0, 0), "invalid field: .*role"),
+        (packed(1, b"\xff", 0, 0, 0, 0, 0, 0, False), "invalid field: .*role"),
         (packed(10, "x")[:-2] + b"\xa1\xff", "not msgpack"),  # no UTF-8
         (b"\x91" * 5000, "not a list"),
         (b"\xdd\xff\xff\xff\xff", "not a list"),
