@@ -125,10 +125,12 @@ class StateParts:
         for of_key in self._shards.values():
             of_key.sort(key=lambda one: one.begin)
 
-    def state_of(self, key: Key, begin: int, shape: Sequence[int]) -> dict[str, Any]:
+    def state_of(
+        self, key: Key, begin: int, shape: Sequence[int], into: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Read the state of a range of a key's elements; elements that have none, though others have, get 0.
 
-        ValueError if a checksum is wrong.
+        Tensors of ``into`` that fit are overwritten and returned. ValueError if a checksum is wrong.
         """
         numel = math.prod(shape)
         state: dict[str, Any] = {}
@@ -139,8 +141,12 @@ class StateParts:
             for name, tensor in one.tensors.items():
                 is_elementwise = bool(tensor.shape) and math.prod(tensor.shape) == one.numel
                 if name not in state:
-                    wanted = shape if is_elementwise else tensor.shape
-                    state[name] = torch.zeros(list(wanted), dtype=tensor.dtype, device="cpu")
+                    wanted, old = torch.Size(shape if is_elementwise else tensor.shape), (into or {}).get(name)
+                    fits = (tensor.dtype, wanted, True)
+                    if isinstance(old, Tensor) and (old.dtype, old.shape, old.is_contiguous()) == fits:
+                        state[name] = old.zero_()
+                    else:
+                        state[name] = torch.zeros(wanted, dtype=tensor.dtype, device="cpu")
                 elif not is_elementwise:
                     continue
                 out, skipped = state[name].view(-1), 0

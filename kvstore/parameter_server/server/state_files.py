@@ -53,7 +53,8 @@ class StateFiles:
         if token != self._token and self._is_over:
             self._token, self._is_over, self._nbytes, self._error = token, False, 0, None
             shards = sorted(shards, key=attrgetter("thread"))
-            self._continue((self._save if name == "save" else self._load)(Path(folder), shards, optimizers, *names))
+            begin = self._save if name == "save" else self._load
+            self._continue(begin(shards, optimizers, Path(folder), *names))
         if token != self._token:  # the worker that began it has given it up
             self._error = self._error or RuntimeError("another save or load was begun")
             return bytes(msgpack.packb([False, 0, "", ""]))
@@ -78,7 +79,7 @@ class StateFiles:
             self._thread_pool.run(thread, 1 << 62, run, lambda _: self._continue(steps))
 
     def _save(
-        self, folder: Path, shards: Sequence[Shard], optimizers: ShardOptimizers, name: str, probe: str
+        self, shards: Sequence[Shard], optimizers: ShardOptimizers, folder: Path, name: str, probe: str
     ) -> Generator[Step]:
         """Write the state of shards to a new file. The probe is a file that the worker has made in its folder."""
         self._check_shared(folder / probe)
@@ -103,7 +104,7 @@ class StateFiles:
                 writer.close()
 
     def _load(
-        self, folder: Path, shards: Sequence[Shard], optimizers: ShardOptimizers, names: list[str], is_check: bool
+        self, shards: Sequence[Shard], optimizers: ShardOptimizers, folder: Path, names: list[str], is_check: bool
     ) -> Generator[Step]:
         """Replace the state of shards by what files have of it, or only check the files."""
         paths = [folder / name for name in names]
@@ -112,7 +113,8 @@ class StateFiles:
         parts = StateParts(paths)
 
         def load_one(shard: Shard) -> int:
-            state = parts.state_of(shard.key, shard.begin, shard.weight.shape)
+            into = {} if is_check else optimizers.state_of(shard)
+            state = parts.state_of(shard.key, shard.begin, shard.weight.shape, into)
             if not is_check:
                 optimizers.replace_state(shard, state)
                 self._keep(shard)
