@@ -347,7 +347,7 @@ class BalancedLoader:
     @property
     def loads(self) -> list[float]:
         """Loads of all ranks, for the batches that are drawn next."""
-        return self._balance.loads
+        return list(self._balance.loads)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
@@ -395,7 +395,7 @@ class BalancedLoader:
         self._trained.bind_layers()
         if self._weights is not None:
             self._weights.add_new_parameters()
-        self._balance.begin_epoch()
+        self._balance.drop_time()  # of what ran between epochs
         self._seed = starts[0]["seed"]
         self._consumed = starts[0]["skip"]
         if self._cuts_updates:  # one that was begun is trained again
@@ -732,8 +732,8 @@ class _Steps:
         outer: Any = owner._outer
         if outer is not self:
             outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
-        pieces = source.pieces(loader, owner._seed + owner.epoch, owner._consumed, owner._first)
-        for batch, data in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
+        shares = source.shares(loader, owner._seed + owner.epoch, owner._consumed)
+        for batch, data in owner._lockstep.batches(shares, source.read_ahead, owner._first):
             self.read.append(batch)
             yield data
 
