@@ -261,11 +261,10 @@ class ShareSampler(Sampler[list[Any]]):
     """
 
     def __init__(
-        self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int, arrangement: Arrangement | None = None
+        self, order: GlobalOrder, balance: RankBalance, ahead: int, arrangement: Arrangement | None = None
     ) -> None:
         """Cut an order; each rank's DataLoader prefetches at most ``ahead`` batches."""
-        self._order, self._balance, self._rank, self._ahead = order, balance, rank, ahead
-        self._arrangement = arrangement
+        self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
         self._known: deque[tuple[list[Any] | Update, Split]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[BalancedBatch] = deque()  # batches not returned yet
         self._batches: Iterator[list[Any] | Update | None] = iter(())
@@ -301,7 +300,7 @@ class ShareSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         """Draw the shares of the epoch that `shares` began."""
         while self._known:
-            for batch, samples in shares_of(*self._known.popleft(), self._rank, self._arrangement):
+            for batch, samples in shares_of(*self._known.popleft(), self._arrangement):
                 self._drawn.append(batch)
                 yield samples
         assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
@@ -314,20 +313,20 @@ class ShareSampler(Sampler[list[Any]]):
 
 
 def shares_of(
-    whole: list[Any] | Update, split: Split, rank: int, arrangement: Arrangement | None
+    whole: list[Any] | Update, split: Split, arrangement: Arrangement | None
 ) -> Iterator[tuple[BalancedBatch, list[Any]]]:
-    """Return a rank's share of a global batch, or of each batch of an update, with its samples."""
+    """Return this rank's share of a global batch, or of each batch of an update, with its samples."""
     samples, steps = whole if isinstance(whole, Update) else (whole, 1)
     if arrangement is None:
         counts = split.counts(len(samples))
-        own, begin = counts[rank], sum(counts[:rank])
+        own, begin = counts[split.rank], sum(counts[: split.rank])
         batch = BalancedBatch(samples=own, cost=own, agreed=len(samples))
         yield batch, samples[begin : begin + own] or samples[:1] * split.minimum
         return
     lengths = arrangement.lengths
     costs = lengths.of(samples)
     for places in split.cut(costs, steps, padding=lengths.padding):
-        counts, own = [*map(len, places)], costs[places[rank]]
+        counts, own = [*map(len, places)], costs[places[split.rank]]
         if not any(counts):
             raise ValueError(
                 f"an update has {len(samples)} samples for {steps} steps of shares of {split.minimum} samples or "
@@ -341,4 +340,4 @@ def shares_of(
             total=sum(float(costs[each].sum()) for each in places),
             agreed=sum(counts) + (zlib.crc32(repr(counts).encode()) << 20),
         )
-        yield batch, [samples[place] for place in places[rank]] or [samples[int(costs.argmin())]] * split.minimum
+        yield batch, [samples[place] for place in places[split.rank]] or [samples[int(costs.argmin())]] * split.minimum

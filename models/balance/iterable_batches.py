@@ -68,7 +68,6 @@ class IterableBatches:
         is_same: bool,
         size: int,
         balance: RankBalance,
-        rank: int,
         arrangement: Arrangement | None = None,
         budget: float = 0.0,
     ) -> None:
@@ -77,7 +76,7 @@ class IterableBatches:
         With ``arrangement`` the loader returns lists of samples, which are collated here once they are cut.
         """
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
-        self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
+        self._is_same, self._size, self._balance = is_same, size, balance
         self._arrangement, self._budget = arrangement, budget
 
     def shares(self, batches: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
@@ -125,7 +124,7 @@ class IterableBatches:
             total, batch = taken
             split = self._balance.split
             counts = split.counts(total)
-            begin, own = sum(counts[: self._rank]), counts[self._rank]
+            begin, own = sum(counts[: split.rank]), counts[split.rank]
             part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, split.minimum)
             agreed = total + (samples.checksum(batch) << 20)  # to find ranks that read another stream
             yield BalancedBatch(samples=own, cost=own, agreed=agreed), part
@@ -134,7 +133,7 @@ class IterableBatches:
         repeated: Any = None
         while True:
             split = self._balance.split
-            own, batch = samples.take(split.counts(self._size)[self._rank])
+            own, batch = samples.take(split.counts(self._size)[split.rank])
             if own:
                 repeated = samples.cut(batch, 0, split.minimum)
             elif repeated is None:
@@ -150,7 +149,7 @@ class IterableBatches:
             skip -= sum(1 for _ in islice(samples, skip))
         for batch in arrangement.batches(order, seed, skip):
             if batch is not None:
-                yield from shares_of(batch, self._balance.split, self._rank, arrangement)
+                yield from shares_of(batch, self._balance.split, arrangement)
 
     def _filled(self, arrangement: Arrangement, samples: Iterator[Any]) -> Iterator[tuple[BalancedBatch, list[Any]]]:
         """Fill shares from this rank's own stream up to its part of the budget; then repeat a sample of weight 0."""
@@ -160,7 +159,7 @@ class IterableBatches:
             raise self._has_no_samples()
         while sample is not _END:
             share: list[Any] = []
-            costs, limit = np.array([]), self._balance.split.part_of(self._rank, self._budget)
+            costs, limit = np.array([]), self._balance.split.part_of(self._budget)
             while sample is not _END:
                 added = np.append(costs, lengths.of([sample]))
                 if len(share) >= minimum and lengths.cost(added) > limit:
@@ -174,6 +173,6 @@ class IterableBatches:
 
     def _has_no_samples(self) -> ValueError:
         return ValueError(
-            f"the stream of rank {self._rank} has no samples, so that rank has no batch to take part with; expected "
-            "at least one sample on each rank"
+            f"the stream of rank {self._balance.rank} has no samples, so that rank has no batch to take part with; "
+            "expected at least one sample on each rank"
         )

@@ -40,6 +40,8 @@ class Measured(NamedTuple):
 class Split(NamedTuple):
     """Parts of the ranks in a global batch, the same on all ranks."""
 
+    rank: int
+    """This rank."""
     loads: list[float]
     caps: list[int | None]
     order: list[int]
@@ -50,9 +52,9 @@ class Split(NamedTuple):
         """Return each rank's samples in a global batch of ``size``; no share is empty if there are enough samples."""
         return split_within(size, self.loads, self.caps, self.minimum)
 
-    def part_of(self, rank: int, budget: float) -> float:
-        """Return a rank's part of the cost of a global batch, within its limit of memory."""
-        part, cap = budget * self.loads[rank] / sum(self.loads), self.caps[rank]
+    def part_of(self, budget: float) -> float:
+        """Return this rank's part of the cost of a global batch, within its limit of memory."""
+        part, cap = budget * self.loads[self.rank] / sum(self.loads), self.caps[self.rank]
         return part if cap is None else min(part, cap)
 
     def cut(self, costs: Any, steps: int = 1, *, padding: bool = True) -> list[list[Any]]:
@@ -116,7 +118,7 @@ class RankBalance:
         are of the samples' lengths, not of their number.
         """
         self.timer, self.minimum = timer, minimum
-        self._rank, self._size, self._horizon = rank, len(loads), horizon
+        self.rank, self._size, self._horizon = rank, len(loads), horizon
         self._device, self._by_cost = device, by_cost
         names = [f"rank {number}" for number in range(self._size)]
         parts = PARTS if by_cost else None
@@ -146,7 +148,7 @@ class RankBalance:
     @property
     def split(self) -> Split:
         """How a global batch is cut whose samples are read now."""
-        return Split(self.loads, list(self.caps), self._order, self.minimum)
+        return Split(self.rank, self.loads, list(self.caps), self._order, self.minimum)
 
     def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
@@ -239,7 +241,7 @@ class RankBalance:
         """Log the split on rank 0, if it differs noticeably from the one that was logged last."""
         loads, speeds, full = self._speeds.loads, self._speeds.speeds(), self._full
         changes = [abs(load - logged) * self._size for load, logged in zip(loads, self._logged, strict=False)]
-        if self._rank or not speeds or max(changes, default=1.0) <= _LOGGED_CHANGE:
+        if self.rank or not speeds or max(changes, default=1.0) <= _LOGGED_CHANGE:
             return
         self._logged, rates = loads, [1 / speed for speed in speeds]
         if self._by_cost:
