@@ -662,8 +662,7 @@ def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
     return [*networks, parameters] if len(parameters) else networks
 
 
-_open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
-"""Loaders that are not closed."""
+_open: weakref.WeakSet[Lockstep] = weakref.WeakSet()  # of loaders that are not closed
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -711,8 +710,7 @@ class _Steps:
 
     def __init__(self, owner: BalancedLoader) -> None:
         self._owner = owner
-        self.read: deque[BalancedBatch] = deque()
-        """Batches that were read and not yet handed out: accelerate reads one ahead."""
+        self.read: deque[BalancedBatch] = deque()  # not yet handed out: accelerate reads one ahead
 
     def __iter__(self) -> Iterator[Any]:
         self.read.clear()

@@ -326,16 +326,16 @@ def shares_of(
     lengths = arrangement.lengths
     costs = lengths.of(samples)
     for places in split.cut(costs, steps, padding=lengths.padding):
-        counts, own = [*map(len, places)], costs[places[split.rank]]
+        counts, part = [*map(len, places)], costs[places[split.rank]]
         if not any(counts):
             raise ValueError(
                 f"an update has {len(samples)} samples for {steps} steps of shares of {split.minimum} samples or "
                 "more; expected a larger global_batch, or accumulate=1"
             )
         batch = BalancedBatch(
-            samples=len(own),
-            cost=lengths.cost(own),
-            costs=lengths.in_batch(own),
+            samples=len(part),
+            cost=lengths.cost(part),
+            costs=lengths.in_batch(part),
             places=places,
             total=sum(float(costs[each].sum()) for each in places),
             agreed=sum(counts) + (zlib.crc32(repr(counts).encode()) << 20),

@@ -25,13 +25,10 @@ from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch
 from gangline.models.data.batches import common_rows
 
-LEAVE_SECONDS = 60.0
-"""Time for other ranks to finish the batch in which this rank left the loop without a gradient."""
-EXIT_SECONDS = 5.0
-"""Time for other ranks to receive the last message of a process that an error ends."""
+LEAVE_SECONDS = 60.0  # for other ranks to finish the batch in which this rank left the loop without a gradient
+EXIT_SECONDS = 5.0  # for other ranks to receive the last message of a process that an error ends
 
-Count = Callable[[Any], float | Tensor]
-"""Returns the divisor of the mean loss of a batch."""
+Count = Callable[[Any], float | Tensor]  # the divisor of the mean loss of a batch
 LossReduction = Literal["mean", "sum", "normalized"]
 
 
@@ -105,12 +102,9 @@ class Lockstep:
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
         self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
-        self.is_open = False
-        """True while this rank is in an epoch."""
-        self.was_left = False
-        """True if another rank left the epoch that ended last."""
-        self.is_stopping = False
-        """True if this rank ends the epoch when the loop asks for the next batch."""
+        self.is_open = False  # this rank is in an epoch
+        self.was_left = False  # another rank left the epoch that ended last
+        self.is_stopping = False  # this rank ends the epoch when the loop asks for the next batch
         self._batch: BalancedBatch | None = None  # the current one
         self._rows: _Rows | None = None  # messages of all ranks at the end of backward
         self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch

@@ -29,23 +29,18 @@ _LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is log
 class Measured(NamedTuple):
     """Measurements of a rank since its last message."""
 
-    seconds: float = 0.0
-    """Time of the batches whose time is known since the last message, without waits for other ranks."""
-    cost: float = 0.0
-    """Their cost: samples, or what ``lengths`` count."""
-    limit: float = 0.0
-    """Largest cost of a share that fits into the rank's memory; 0: unknown."""
+    seconds: float = 0.0  # of the batches whose time is known since the last message, without waits for other ranks
+    cost: float = 0.0  # of these batches: samples, or what ``lengths`` count
+    limit: float = 0.0  # largest cost of a share that fits into the memory of the rank; 0: unknown
 
 
 class Split(NamedTuple):
     """Parts of the ranks in a global batch, the same on all ranks."""
 
-    rank: int
-    """This rank."""
+    rank: int  # this one
     loads: list[float]
     caps: list[int | None]
-    order: list[int]
-    """Ranks, that of the longest samples first."""
+    order: list[int]  # ranks, that of the longest samples first
     minimum: int
 
     def counts(self, size: int) -> list[int]:

@@ -7,7 +7,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from gangline.kvstore.workload import holding, split_within
@@ -266,26 +267,21 @@ def shortest_step(
     finishes it first, which is optimal because times grow with the share. Shares are at least ``floors`` where these
     fit, at most ``caps``, and empty or at least ``minimum``.
     """
-    counts = [floor if cap is None else min(floor, cap) for floor, cap in zip(floors, caps, strict=True)]
+    most = [size if cap is None else cap for cap in caps]
+    counts = [*map(min, floors, most)]
     if sum(counts) > size:
         counts = [0] * len(rates)
     constant = fixed or [0.0] * len(rates)
     speed = sum(1 / rate for rate in rates)
     sure = [int(size / (rate * speed)) for rate in rates]  # of all members, if nothing else changes the split
-    limits = zip(counts, sure, caps, strict=True)
-    if not any(constant) and all(count <= n and (cap is None or n < cap) for count, n, cap in limits):
+    if not any(constant) and all(count <= n <= cap for count, n, cap in zip(counts, sure, most, strict=True)):
         counts = sure
-    ends = [
-        (constant[place] + (count + 1) * rate, place)
-        for place, (count, rate, cap) in enumerate(zip(counts, rates, caps, strict=True))
-        if cap is None or count < cap
-    ]
-    heapq.heapify(ends)
-    for _ in range(size - sum(counts)):
-        _, place = ends[0]
+
+    def ends(place: int) -> Iterator[tuple[float, int]]:
+        """Return the times at which a member finishes its following samples."""
+        following = range(counts[place] + 1, most[place] + 1)
+        return ((constant[place] + count * rates[place], place) for count in following)
+
+    for _, place in islice(heapq.merge(*map(ends, range(len(rates)))), size - sum(counts)):
         counts[place] += 1
-        if counts[place] == caps[place]:
-            heapq.heappop(ends)
-        else:
-            heapq.heapreplace(ends, (constant[place] + (counts[place] + 1) * rates[place], place))
     return counts if minimum == 1 else split_within(size, counts, caps, minimum)
