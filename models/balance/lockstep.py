@@ -103,11 +103,10 @@ class Lockstep:
         self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
         self.is_open = False  # this rank is in an epoch
-        self.was_left = False  # another rank left the epoch that ended last
+        self.was_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
         self.is_stopping = False  # this rank ends the epoch when the loop asks for the next batch
         self._batch: BalancedBatch | None = None  # the current one
         self._rows: _Rows | None = None  # messages of all ranks at the end of backward
-        self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
         if reduction is not None:
             reduction.listener = weakref.ref(self)
 
@@ -115,7 +114,7 @@ class Lockstep:
         """Synchronize with the other ranks before an epoch, whose first global batch has this number. Collective."""
         self.leave()
         self._batch = None
-        self.was_left = self.is_stopping = self._is_left = False
+        self.was_left = self.is_stopping = False
         if (rows := self._ask(Signal.EPOCH, self._replicas.weights())) is not None:
             self._replicas.compare_weights([row[1] for row in rows], f"balance: before global batch {first}")
 
@@ -328,7 +327,7 @@ class Lockstep:
         reduction = self._reduction
         if self.is_open and self._batch is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
-        while not self._is_left:
+        while not self.was_left:
             rows = self._gather(signal, *numbers)
             self._release(rows)
             signals = self._checked(rows)
@@ -350,7 +349,7 @@ class Lockstep:
                     f"balance: {_listed(signals, Signal.EPOCH)} begins an epoch that others have not ended"
                 )
             return rows
-        self.is_open, self.was_left = False, True
+        self.is_open = False
         return None
 
     def _checked(self, rows: _Rows) -> list[Signal]:
@@ -418,7 +417,7 @@ class Lockstep:
             self._warn_of_left(signals)
 
     def _warn_of_left(self, signals: Sequence[Signal]) -> None:
-        self._is_left = True
+        self.was_left = True
         batch = "" if self._batch is None else f" after global batch {self._batch.number}"
         warnings.warn(
             f"balance: {_listed(signals, Signal.LEFT)} left the loop{batch}, so this rank ends its epoch there too; "
