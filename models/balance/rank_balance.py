@@ -258,7 +258,7 @@ class RankBalance:
             )
 
 
-def checked_caps(memory: Sequence[int], size: int, global_batch: int) -> list[int | None]:
+def checked_caps(memory: Sequence[Any], size: int, global_batch: int) -> list[int | None]:
     """Return the user's maximum shares; ValueError if their sum is below the global batch."""
     caps = list(memory)
     if len(caps) != size or not all(isinstance(cap, int) and cap >= 1 for cap in caps):
