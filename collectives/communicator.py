@@ -194,8 +194,10 @@ class Communicator:
         Returns:
             The tensor that holds the result.
         """
-        result: Tensor | Work = self._call(ALL_REDUCE, tensor, out, op, async_op)
-        return result
+        if async_op or self._run_core(ALL_REDUCE, tensor, out, op):
+            result: Tensor | Work = self._call(ALL_REDUCE, tensor, out, op, async_op)
+            return result
+        return tensor if out is None else out
 
     def reduce(
         self, tensor: Tensor, root: int = 0, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -212,8 +214,10 @@ class Communicator:
         Returns:
             The tensor that holds the result at the root, else None.
         """
-        result: Tensor | Work | None = self._call(REDUCE, tensor, out, (root, op), async_op)
-        return result
+        if async_op or self._run_core(REDUCE, tensor, out, (root, op)):
+            result: Tensor | Work | None = self._call(REDUCE, tensor, out, (root, op), async_op)
+            return result
+        return None if self.rank != root else tensor if out is None else out
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Copy the root's tensor to all ranks.
@@ -226,8 +230,10 @@ class Communicator:
         Returns:
             ``tensor``.
         """
-        result: Tensor | Work = self._call(BROADCAST, tensor, None, root, async_op)
-        return result
+        if async_op or self._run_core(BROADCAST, tensor, None, root):
+            result: Tensor | Work = self._call(BROADCAST, tensor, None, root, async_op)
+            return result
+        return tensor
 
     def broadcast_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
         """Run `broadcast` for each tensor with its root. With NCCL, ranks agree once and launch one group.
@@ -253,8 +259,10 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(ALL_GATHER, tensor, out, None, async_op)
-        return result
+        if async_op or out is None or self._run_core(ALL_GATHER, tensor, out, None):
+            result: Tensor | Work = self._call(ALL_GATHER, tensor, out, None, async_op)
+            return result
+        return out
 
     def reduce_scatter(
         self, tensor: Tensor, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -270,8 +278,10 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(REDUCE_SCATTER, tensor, out, op, async_op)
-        return result
+        if async_op or out is None or self._run_core(REDUCE_SCATTER, tensor, out, op):
+            result: Tensor | Work = self._call(REDUCE_SCATTER, tensor, out, op, async_op)
+            return result
+        return out
 
     def all_to_all(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Send one row of a tensor to each rank, and receive one row from each.
@@ -284,8 +294,10 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(ALL_TO_ALL, tensor, out, None, async_op)
-        return result
+        if async_op or out is None or self._run_core(ALL_TO_ALL, tensor, out, None):
+            result: Tensor | Work = self._call(ALL_TO_ALL, tensor, out, None, async_op)
+            return result
+        return out
 
     def all_to_all_uneven(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Send tensor j to rank j and receive ``outs[i]`` from rank i; all may differ in size.
@@ -326,8 +338,10 @@ class Communicator:
         Returns:
             ``out`` at the root, else None.
         """
-        result: Tensor | Work | None = self._call(GATHER, tensor, out, root, async_op)
-        return result
+        if async_op or self._run_core(GATHER, tensor, out, root):
+            result: Tensor | Work | None = self._call(GATHER, tensor, out, root, async_op)
+            return result
+        return out if self.rank == root else None
 
     def scatter(self, tensor: Tensor | None, out: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Send one row of the root's tensor to each rank.
@@ -342,15 +356,17 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(SCATTER, tensor, out, root, async_op)
-        return result
+        if async_op or self._run_core(SCATTER, tensor, out, root):
+            result: Tensor | Work = self._call(SCATTER, tensor, out, root, async_op)
+            return result
+        return out
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until every rank has called it."""
         if async_op:
             work = self.begin_small(BARRIER, None)
             return work or self._engine.submit("barrier", partial(self._host.synchronize, _BARRIER_CODE), None)
-        if not self.run_small(BARRIER, None):
+        if self._run_core(BARRIER, None, None, None) and not self.run_small(BARRIER, None):
             self._engine.wait_for_pending()
             with self._engine.lock.over_several():
                 self._host.synchronize(_BARRIER_CODE)
@@ -414,7 +430,7 @@ class Communicator:
         return None if resources is None else Communicator(resources)
 
     def _call(self, number: int, tensor: Any, out: Tensor | None, option: Any, async_op: bool) -> Any:
-        """Run a collective of `TABLE`, by the core if it can; return its result or its `Work`.
+        """Run a collective of `TABLE` that `_run_core` has not run; return its result or its `Work`.
 
         The option is the operation of a reduction, the root, or (root, operation) of a reduce.
         """
@@ -431,13 +447,8 @@ class Communicator:
             if work is not None:
                 work.result = result
                 return work
-        else:
-            try:
-                status = self._run_core(number, tensor, out, option)
-            except BaseException as error:  # noqa: BLE001  raised again
-                raise self._engine.failed(error) from None
-            if status == DONE or (status == HELD and self._run_held(number, tensor, out, option)):
-                return result
+        elif self.run_small(number, tensor, out, option):
+            return result
         call = call or check_call(number, tensor, out, option, self.rank, self.size)
         if async_op:
             return self._submit(call, result)
@@ -474,18 +485,12 @@ class Communicator:
             out: tensor for the result; None to overwrite ``tensor``, or if this rank has none.
             option: operation of a reduction, root, or (root, operation) of a reduce.
         """
-        try:
-            status = self._run_core(collective, tensor, out, option)
-        except BaseException as error:  # noqa: BLE001  raised again
-            raise self._engine.failed(error) from None
-        return status == DONE or (status == HELD and self._run_held(collective, tensor, out, option))
-
-    def _run_held(self, *arguments: Any) -> bool:
-        """Take the lock for a call of `run_small`."""
-        self._engine.check_outermost()
-        if self._engine.queue.unfinished or self._gpus.nccl is not None:
-            return False
-        return self._engine.run_compiled(*arguments) == DONE
+        status = self._run_core(collective, tensor, out, option)
+        if status == HELD:
+            self._engine.check_outermost()
+            if not self._engine.queue.unfinished and self._gpus.nccl is None:
+                status = self._engine.run_compiled(collective, tensor, out, option)
+        return status == DONE
 
     def begin_small(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None

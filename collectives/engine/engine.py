@@ -109,7 +109,7 @@ class Engine:
         self._next_check = 0.0
         self._number_of_hosts = len(set(resources.hosts))
         self.shared[core.MUST_LOCK] = timeline is not None
-        self.run_core, self.begin_core, self._end_core = self._core_functions(memory)
+        self.run_core, self.begin_core, self.end_core = self._core_functions(memory)
         """Run, begin and end a collective without the lock if they can: `SlotExchange.caller` says more."""
         _engines.add(self)
         if resources.transport.name != "in_process":
@@ -233,7 +233,7 @@ class Engine:
         key = (self.resources.size, self.resources.transport.name, self._number_of_hosts)
         for name in COLLECTIVES[: core.BARRIER]:
             self.shared[core.LIMITS + COLLECTIVES.index(name)] = table.shared_up_to(name, *key)
-        return slot_exchange.caller(self._wait, memory)
+        return slot_exchange.caller(self._wait, self.failed, memory)
 
     def hold(self) -> None:
         """Make all later calls take the lock."""
@@ -248,12 +248,9 @@ class Engine:
         if self.shared[core.BEGUN] != number:
             return True
         self.check_open()
-        try:
-            status = self._end_core(number, waits)
-            if status == core.MISMATCHED:
-                self._end_core(number, True)  # raises the error
-        except BaseException as error:  # noqa: BLE001  raised again
-            raise self.failed(error) from None
+        status = self.end_core(number, waits)
+        if status == core.MISMATCHED:
+            self.end_core(number, True)  # raises the error
         if waits and status == core.HELD:  # another thread ends it, or runs a later one
             wait_until(
                 lambda: self.shared[core.BEGUN] != number, lambda _: time.sleep(_RUNNING_SECONDS), self._wait_check()
@@ -311,10 +308,7 @@ class Engine:
                 self.end_begun(begun)
             self.shared[core.SEQUENCE] = sequence = self.shared[core.SEQUENCE] + 1
             run = self.begin_core if begins else self.run_core
-            try:
-                status = run(collective, tensor, out, option, most)
-            except BaseException as error:  # noqa: BLE001  raised again
-                raise self.failed(error) from None
+            status = run(collective, tensor, out, option, most)
             if status < core.DONE:
                 self.shared[core.SEQUENCE] = sequence - 1
                 return status
@@ -345,10 +339,8 @@ class Engine:
             code: `CallSignature.code` of the collective; None: the last one of the core.
         """
         if code is None:
-            slot_exchange = self.resources.slot_exchange
-            if slot_exchange is None:  # an interrupt: no collective was begun
-                return error
-            _, code = slot_exchange.last_call
+            assert self.resources.slot_exchange is not None
+            _, code = self.resources.slot_exchange.last_call
         if isinstance(error, MisplacedMessageError):
             error = self._disagreement(error, code)
         reason = error
@@ -429,7 +421,7 @@ class Engine:
         """Finish submitted operations, announce the end to the other ranks, and release all resources."""
         withdraw(self)
         self.queue.close()
-        self.run_core = self.begin_core = self._end_core = _decline  # they refer to this engine
+        self.run_core = self.begin_core = self.end_core = _decline  # they refer to this engine
         closed = GanglineError("the communicator is closed")
         self.end(closed)
         membership = self.resources.membership

@@ -254,7 +254,7 @@ class BegunWork(_QuickWork):
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait for the call; see `GroupWork.wait`."""
-        if self._is_awaited or timeout > _NO_LIMIT:
+        if self._is_awaited or (timeout is not _NO_LIMIT and timeout > _NO_LIMIT):
             return super().wait(timeout)
         self._work.wait()
         return True
