@@ -496,12 +496,18 @@ class Communicator:
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None
     ) -> Work | None:
         """Begin a collective of `run_small` without a thread, unless one is in flight; None: nothing was done."""
+        number = self.begin_number(collective, tensor, out, option)
+        if number <= 0:
+            return None
+        result = tensor if out is None else out
+        return BegunWork(COLLECTIVES[collective], self._engine, number, Work.forks, result)
+
+    def begin_number(self, collective: int, tensor: Tensor | None, out: Tensor | None, option: object) -> int:
+        """Begin it as `begin_small`; return its number, by which the engine ends it, or 0 or less: nothing was done."""
         number = self._begin_core(collective, tensor, out, option)
         if number == HELD and self._engine.is_idle():  # it is time to read announcements
             number = self._engine.run_compiled(collective, tensor, out, option, begins=True)
-        if number <= 0:
-            return None
-        return BegunWork(COLLECTIVES[collective], self._engine, number, tensor if out is None else out)
+        return number
 
     def close(self) -> None:
         """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent.

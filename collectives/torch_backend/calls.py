@@ -507,8 +507,16 @@ def _quick_method_of(form: _Form, number: int, call: Callable[..., Any]) -> Call
         elif has_root:
             option = opts.rootRank
         if is_async:
-            work = None if rows is _new_rows else self._begin(number, tensor, out, option, args)
-            return work or call(self, *args, **kwargs)
+            is_small = is_barrier or (getattr(tensor, "is_cpu", False) and tensor.numel() <= _SMALL_ELEMENTS)
+            is_small = is_small and rows is not _new_rows
+            begun = communicator.begin_number(number, tensor, out, option) if is_small else 0
+            if begun <= 0:
+                return call(self, *args, **kwargs)
+            self._calls += 1
+            work = BegunWork()
+            work.collective, work.begun = number, (communicator._engine, begun, Work.forks)
+            work._tensors, work._queue = args[0] if args else (), queue
+            return work
         if communicator._run_core(number, tensor, out, option) and not communicator.run_small(
             number, tensor, out, option
         ):
@@ -533,7 +541,7 @@ def _gathered(outs: Any, rows: Tensor | None) -> FinishedWork:
     if rows is not None:
         for out, values in zip(outs[0], rows, strict=True):
             out.data.copy_(values)
-    finished = FinishedWork()
+    finished: FinishedWork = FinishedWork()
     finished._tensors = outs
     return finished
 
@@ -617,17 +625,6 @@ class GroupCollectives:
         former.close()
 
     # Every call
-
-    def _begin(self, number: int, tensor: Any, out: Any, option: Any, args: Sequence[Any]) -> BegunWork | None:
-        """Begin a small call by `Communicator.begin_small`; None: nothing was done."""
-        if number != core.BARRIER and not (getattr(tensor, "is_cpu", False) and tensor.numel() <= _SMALL_ELEMENTS):
-            return None
-        if (begun := self.communicator.begin_small(number, tensor, out, option)) is None:
-            return None
-        self._calls += 1
-        work = BegunWork()
-        work._work, work._tensors, work._queue = begun, args[0] if args else (), self._queue
-        return work
 
     def _call_other_backend(
         self, names: Sequence[str], tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
+from gangline.collectives.call_signature import COLLECTIVES
 from gangline.collectives.eager import has_modes, run_eagerly
+from gangline.collectives.engine import begun_work
+from gangline.collectives.engine.engine import Engine
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range
 from gangline.collectives.work import NoThreadError, Work, WorkQueue, nesting
@@ -248,15 +251,28 @@ class FinishedWork(_QuickWork):
 
 @run_eagerly
 class BegunWork(_QuickWork):
-    """Handle of a collective that `Communicator.begin_small` has begun; only its future needs the queue's thread."""
+    """Handle of a collective that `Communicator.begin_number` has begun; only its future needs the queue's thread."""
 
+    collective: int
+    begun: tuple[Engine, int, int]
+    """Arguments of `end_at_once`."""
     _queue: WorkQueue
+
+    @cached_property
+    def _work(self) -> Any:  # type: ignore[override]  # a call that is only awaited needs none
+        return begun_work.BegunWork(COLLECTIVES[self.collective], *self.begun)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait for the call; see `GroupWork.wait`."""
         if self._is_awaited or (timeout is not _NO_LIMIT and timeout > _NO_LIMIT):
             return super().wait(timeout)
-        self._work.wait()
+        try:
+            is_over = begun_work.end_at_once(*self.begun)
+        except BaseException as error:
+            self._work.end(error)
+            raise
+        if not is_over:
+            self._work.wait()
         return True
 
     def _begin_waiting(self) -> None:
