@@ -75,13 +75,7 @@ class Work:
     """Number of forks between the first process and this one."""
 
     def __init__(self, name: str, join: Callable[[], None] | None = None, result: Any = None) -> None:
-        """Create the handle of a running operation.
-
-        Args:
-            name: name of the operation, for error messages.
-            join: function that orders the waiter's GPU streams after the operation; None: it uses no GPU.
-            result: initial value of `result`.
-        """
+        """Create the handle of a running operation; ``join`` orders the waiter's GPU streams after it, if any."""
         self.result = result
         """Result of the operation, valid after `wait`; None if it has none."""
         self._name = name

@@ -126,10 +126,6 @@ class Engine:
         """Bytes that this rank has passed to collectives."""
         return self.shared[core.BYTES]
 
-    def add_bytes(self, nbytes: int) -> None:
-        """Count bytes of a collective; the caller holds the lock."""
-        self.shared[core.BYTES] += nbytes
-
     @property
     def next_number(self) -> int:
         """The number of the communicator's next collective."""
@@ -138,13 +134,7 @@ class Engine:
     def submit(
         self, name: str, operation: Callable[[], None], result: object, join: Callable[[], None] = lambda: None
     ) -> Work:
-        """Run an operation in the background, after all earlier calls.
-
-        Args:
-            name: name of the Work.
-            operation: function that calls this engine.
-            result: result of the Work.
-            join: function that orders the waiter's GPU streams after the operation.
+        """Run an operation in the background, after all earlier calls; ``join`` orders the waiter's streams after it.
 
         Raises:
             GanglineError: if the communicator has failed or is closed.
@@ -334,9 +324,7 @@ class Engine:
     def failed(self, error: BaseException, code: int | None = None) -> BaseException:
         """End the communicator on all ranks after an error inside a collective; return the error to raise.
 
-        Args:
-            error: the error.
-            code: `CallSignature.code` of the collective; None: the last one of the core.
+        ``code`` is the `CallSignature.code` of the collective; None: the last one of the core.
         """
         if code is None:
             assert self.resources.slot_exchange is not None
@@ -373,12 +361,8 @@ class Engine:
     ) -> Plan | None:
         """Return this rank's part of the schedule for a collective, or None to exchange the tensors through slots.
 
-        Args:
-            collective: a name in `tuner.TUNED`.
-            nbytes: bytes of the whole tensor that a rank passes (the root, for broadcast and scatter).
-            root: root of the collective, if it has one.
-            streams: whether the slots can take tensors of any size, in chunks.
-            has_slots: whether the core can do the call, so that it may use the slots if there are any.
+        ``nbytes`` are those of the whole tensor that a rank passes (the root, for broadcast and scatter). The slots can
+        take tensors of any size if it ``streams``, and none unless ``has_slots``.
         """
         resources = self.resources
         choice = resources.settings.table.choose(

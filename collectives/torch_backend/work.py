@@ -68,14 +68,9 @@ class GroupWork(TorchWork):
         self._future: Future[list[Tensor]] | None = None
 
     def run(self, operation: Callable[[], object], refuse: Callable[[BaseException], None] | None = None) -> None:
-        """Run the call's operation, then the callbacks of its future, in this thread.
+        """Run the call's operation, then the callbacks of its future, in this thread; raise the operation's error.
 
-        Args:
-            operation: function without arguments.
-            refuse: called with an error of the operation that is unknown to the other ranks.
-
-        Raises:
-            Exception: if the operation raises.
+        ``refuse`` is called with an error that is unknown to the other ranks.
         """
         self._runner = threading.get_ident()
         try:

@@ -73,11 +73,7 @@ class SlotExchange:
         return arrived
 
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Publish this rank's slot and wait until all ranks have published theirs.
-
-        Args:
-            sequence: number of the call on the communicator.
-            code: `CallSignature.code`.
+        """Publish this rank's slot in a call of this number and code, and wait until all ranks have published theirs.
 
         Returns:
             The parity of the slots to read, and rank -> (sequence, code) of ranks in another call.
