@@ -650,13 +650,6 @@ static int64_t publish_call(Slots *slots, int collective, PyObject *const *args,
     return slots->sequence;
 }
 
-static int collective_of(PyObject *const *args, Py_ssize_t given) {
-    const int64_t collective = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
-    if (collective >= 0 && collective <= BARRIER) return (int)collective;
-    PyErr_Format(PyExc_TypeError, "expected collective, tensor, result, option");
-    return -1;
-}
-
 /* Raise the error with which the engine ends after the present one. */
 static PyObject *raise_failure(const Slots *slots) {
     PyObject *type, *error, *traceback;
@@ -677,13 +670,16 @@ static PyObject *raise_failure(const Slots *slots) {
 static PyObject *start(PyObject *bound, PyObject *const *args, Py_ssize_t given, int waits) {
     Slots *slots = slots_of(bound);
     int64_t *shared = slots->shared;
-    const int collective = collective_of(args, given), counts = given != 5;
+    const long collective = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
+    if (collective < 0 || collective > BARRIER)
+        return PyErr_Format(PyExc_TypeError, "expected collective, tensor, result, option");
+    const int counts = given != 5;
     const int64_t most = counts ? -1 : PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred()) return NULL;
+    if (!counts && PyErr_Occurred()) return NULL;
     if (is_held(shared, counts)) return PyLong_FromLong(HELD);
     shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
     int64_t status = shared[BEGUN] ? finish(slots, waits) : DONE;
-    if (status == DONE) status = publish_call(slots, collective, args + 1, most, counts, waits);
+    if (status == DONE) status = publish_call(slots, (int)collective, args + 1, most, counts, waits);
     else if (!waits) status = HELD;
     if (status > 0 && waits) status = finish(slots, 1);
     else if (status > 0) {
