@@ -45,12 +45,8 @@ class JobKey:
     def from_hex(cls, text: str, source: str = "the text") -> JobKey:
         """Return the key with these 64 hexadecimal digits; white space around them is ignored.
 
-        Args:
-            text: the digits.
-            source: where the text comes from, for the error.
-
         Raises:
-            ValueError: if the text is anything else; the message does not contain it.
+            ValueError: if the text is anything else; the message names its source, and does not contain it.
         """
         digits = text.strip()
         if len(digits) != 2 * _NBYTES or set(digits) - set("0123456789abcdefABCDEF"):

@@ -33,12 +33,9 @@ def identity_of(pid: int) -> tuple[str, int, int]:
 
 
 def state_of(process: Sequence[str | int]) -> str:
-    """Return the kernel's letter for a process's state ("T": stopped), "" if it is dead, "?" if it cannot be observed.
+    """Return the kernel's letter for the state of a process ("T": stopped), "" if it is dead, "?" if it is unknown.
 
-    It cannot be observed on another host, or if this process has no file descriptor left.
-
-    Args:
-        process: a process's `this_process`.
+    It is unknown on another host, or if this process has no file descriptor left.
     """
     host, pid, start = process
     if host != _host():

@@ -133,8 +133,7 @@ def _tensor(dtype: torch.dtype, view: tuple[Any, ...], requires_grad: bool, is_p
 def run(connection: Connection) -> None:
     """Run one rank of `spawn`: the entry function of its `ProcessPool`.
 
-    Args:
-        connection: pipe to the caller; carries the `RankTask`, requests to the caller's store and the result.
+    Its pipe to the caller carries the `RankTask`, requests to the caller's store and the result.
     """
     task: RankTask = connection.recv()
     torch.set_num_threads(task.threads)
