@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gangline.kvstore.context import num_gpus as num_gpus
     from gangline.kvstore.errors import DiskFullError as DiskFullError
     from gangline.kvstore.interface import KVStore as KVStore
+    from gangline.kvstore.local_steps import LocalSteps as LocalSteps
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
     from gangline.kvstore.parameter_server.reader import Reader as Reader
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
@@ -71,6 +72,7 @@ _HOMES = {
     "kvstore.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
     "kvstore.errors": ("DiskFullError",),
     "kvstore.interface": ("KVStore",),
+    "kvstore.local_steps": ("LocalSteps",),
     "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),
     "kvstore.parameter_server.reader": ("Reader",),
