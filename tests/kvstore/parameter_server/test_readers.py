@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 import gangline
 from gangline import KVStore, Reader
+from gangline.cli.launch import _print_address
+from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
@@ -36,6 +38,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Want,
 )
 from gangline.kvstore.parameter_server.store import DistStore
+from tests.hosts import Hosts, obstacle
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
 from tests.programs import environment
 from tests.random_kills import processes
@@ -410,6 +413,65 @@ with gangline.Reader(sys.argv[1], timeout=60) as reader:
     except EOFError as end:
         print("end", end, flush=True)
 """
+
+
+HOST = """\
+import sys, time, torch, gangline
+from pathlib import Path
+role, folder = sys.argv[1], Path(sys.argv[2])
+if role == "worker":
+    kv = gangline.create("dist_sync")
+    kv.init("a", torch.arange(300000.0))
+    kv.publish(7)
+    while not (folder / "read").exists():
+        time.sleep(0.01)
+    kv.close()
+    sys.exit()
+for key in ("other", None, "key"):
+    try:
+        with gangline.Reader(sys.argv[3], key=key and folder / key, timeout=20) as reader:
+            out = {"a": torch.zeros(300000)}
+            print(reader.pull(out), torch.equal(out["a"], torch.arange(300000.0)))
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+(folder / "read").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_a_reader_on_another_host_needs_the_key(tmp_path: Path) -> None:
+    write_file(JobKey.new(), tmp_path / "key")
+    write_file(JobKey.new(), tmp_path / "other")
+    with Hosts(2) as hosts:
+        job = {"DMLC_PS_ROOT_URI": hosts.addresses[0], "DMLC_PS_ROOT_PORT": "9091", "DMLC_NUM_WORKER": "1"}
+        job |= {"DMLC_NUM_SERVER": "1", "GANGLINE_JOB_KEY_FILE": str(tmp_path / "key")}
+        for role in ("scheduler", "server"):
+            command = [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"]
+            hosts.start(0, command, {**environment(), **job, "DMLC_ROLE": role})
+        program = [sys.executable, "-c", HOST]
+        worker = hosts.start(0, [*program, "worker", str(tmp_path)], {**environment(), **job, "DMLC_ROLE": "worker"})
+        address = f"{hosts.addresses[0]}:9091"
+        other, none, key = hosts.run(1, [*program, "reader", str(tmp_path), address], environment()).splitlines()
+        assert worker.wait(30) == 0
+    assert re.match(r"ProtocolError reader of .*, scheduler: .* does not admit this process's key", other)
+    assert re.match(r"RuntimeError address .* can be reached from other machines", none)
+    assert key == "7 True"
+
+
+@pytest.mark.parametrize(
+    ("host", "knows_key", "shown"),
+    [
+        ("127.0.0.1", False, "127.0.0.1:80"),
+        ("10.0.0.1", True, "10.0.0.1:80, with the key of GANGLINE_JOB_KEY_FILE"),
+        ("fd00::1", False, "[fd00::1]:80; they need a key: set GANGLINE_JOB_KEY_FILE before the job starts"),
+    ],
+)
+def test_the_launcher_prints_the_address(
+    host: str, knows_key: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _print_address({"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "80"}, knows_key=knows_key)
+    assert capsys.readouterr() == ("", f"gangline: readers attach at {shown}\n")
 
 
 class Readers:
