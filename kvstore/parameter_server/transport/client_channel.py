@@ -127,7 +127,9 @@ class SocketChannel:
 
     is_full = False  # ZeroMQ's I/O thread sends what is queued
 
-    def __init__(self, endpoint: str, context: Context, identity: bytes, poller: Poller, key: JobKey | None) -> None:
+    def __init__(
+        self, endpoint: str, context: Context, identity: bytes, poller: Poller, key: JobKey | None = None
+    ) -> None:
         host, _, self._port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host = host.strip("[]")
         key = required_key(host) if key is None or is_loopback(host) else key
