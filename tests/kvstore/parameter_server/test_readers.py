@@ -381,24 +381,37 @@ from pathlib import Path
 folder, steps, publishes = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "publishes"
 torch.manual_seed(0)
 network = torch.nn.Sequential(torch.nn.Linear(32, 400), torch.nn.Tanh(), torch.nn.Linear(400, 3000))
-trainer = gangline.Trainer(network, "adam", {"lr": 0.01}, "dist_sync")
-kv, data = trainer.kvstore, torch.randn(64, 32)
+rank, data = int(os.environ["RANK"]), torch.randn(64, 32)
 def digest(values):
     return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in values)).hexdigest()
+def publish(kv, step, values):
+    if rank == 0 and publishes:
+        Path(folder / f"{step}.sum").write_text(digest(values))
+        kv.publish(step)
+    Path(folder / f"step-{rank}.new").write_text(str(step))
+    os.replace(folder / f"step-{rank}.new", folder / f"step-{rank}")
+    time.sleep(0.03)
+if sys.argv[4] == "fit":
+    module = gangline.Module(network, torch.nn.CrossEntropyLoss())
+    def end_batch(param):
+        publish(module.store, 2 * param.epoch + param.nbatch, module.get_params().values())
+    module.fit(
+        (data, torch.arange(64)), num_epoch=steps // 2, batch_size=32, kvstore="dist_sync", optimizer="adam",
+        optimizer_params={"learning_rate": 0.01}, batch_end_callback=end_batch,
+    )
+    print("weights", digest(module.get_params().values()), flush=True)
+    module.close()
+    sys.exit()
+trainer = gangline.Trainer(network, "adam", {"lr": 0.01}, "dist_sync")
 for step in range((trainer.kept() or [0])[0], steps):
     trainer.keep([step])
-    own = data[kv.rank::2] * (1 + step / 10)
+    own = data[rank::2] * (1 + step / 10)
     trainer.zero_grad()
     trainer.backward(network(own).square().mean(), len(own))
     trainer.step(len(own))
-    if kv.rank == 0 and publishes:
-        Path(folder / f"{step}.sum").write_text(digest(network.parameters()))
-        kv.publish(step)
-    Path(folder / f"step-{kv.rank}.new").write_text(str(step))
-    os.replace(folder / f"step-{kv.rank}.new", folder / f"step-{kv.rank}")
-    time.sleep(0.03)
+    publish(trainer.kvstore, step, network.parameters())
 print("weights", digest(network.parameters()), flush=True)
-kv.close()
+trainer.kvstore.close()
 """
 READ = """\
 import hashlib, sys, torch, gangline
@@ -500,9 +513,9 @@ class Readers:
             one.wait()
 
 
-def train(folder: Path, steps: int, publishes: bool, kills: int) -> subprocess.Popen[str]:
+def train(folder: Path, loop: str, steps: int, publishes: bool, kills: int) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "2", "--restart-processes", str(2 * kills)]
-    words += ["--", sys.executable, "-c", TRAIN, str(folder), str(steps), "publishes" if publishes else "alone"]
+    words += ["--", sys.executable, "-c", TRAIN, str(folder), str(steps), "publishes" if publishes else "alone", loop]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
@@ -525,18 +538,19 @@ def weights_of(job: subprocess.Popen[str]) -> set[str]:
 
 
 @cache
-def alone(steps: int) -> set[str]:
+def alone(loop: str, steps: int) -> set[str]:
     """Return the lines of weights of a job without readers and kills."""
     with TemporaryDirectory() as folder:
-        return weights_of(train(Path(folder), steps, publishes=False, kills=1))
+        return weights_of(train(Path(folder), loop, steps, publishes=False, kills=1))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("loop", ["Trainer", "fit"])
 @pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
-def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, tmp_path: Path) -> None:
+def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, loop: str, tmp_path: Path) -> None:
     steps, kills = 100, 2
-    job = train(tmp_path, steps, publishes=True, kills=kills)
+    job = train(tmp_path, loop, steps, publishes=True, kills=kills)
     assert job.stderr is not None
     while not (found := re.search(r"readers attach at (\S+)", job.stderr.readline())):
         assert job.poll() is None
@@ -554,7 +568,7 @@ def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, tmp_p
             os.kill(running[number % len(running)], signal.SIGKILL)
         wait_for(lambda: step_of(tmp_path) >= first + 35, job)
         stopped.send_signal(signal.SIGCONT)
-        assert weights_of(job) == alone(steps)
+        assert weights_of(job) == alone(loop, steps)
         assert [stopped.wait(30), late.wait(30)] == [0, 0]
         for reader in range(3):
             lines = [line for line in readers.lines(reader) if re.fullmatch(r"\d+ \w{64}", line)]
