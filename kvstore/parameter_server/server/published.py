@@ -171,6 +171,7 @@ class Readers:
         """Readers with unanswered `Read` messages, in the order of their turns."""
         self.yields = False
         """True if a message of a worker has come since the last `serve`."""
+        self.sent_bytes = 0
         self._rank = rank
         self._listener = listener
         self._published = published
@@ -235,9 +236,10 @@ class Readers:
             self._send(reader.identity, protocol.Versions(0, self._published.numbers))
         elif read.item < len(items) and read.offset <= len(items[read.item]):
             reader.sent += 1
-            item = items[read.item]
-            part = Part(read.version, read.item, read.offset, len(item))
-            self._send(reader.identity, part, item[read.offset : read.offset + PART_BYTES])
+            part = items[read.item][read.offset : read.offset + PART_BYTES]
+            self.sent_bytes += len(part)
+            head = Part(read.version, read.item, read.offset, len(items[read.item]))
+            self._send(reader.identity, head, part)
         else:
             self._drop(
                 reader, f"it asks for byte {read.offset} of item {read.item}, which version {read.version} lacks"

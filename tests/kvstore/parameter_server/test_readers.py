@@ -175,6 +175,9 @@ def test_only_values_that_have_changed_are_sent(versioned: Versioned) -> None:
         assert pulled(reader, 0) == (1, {2.0})
     assert before > 4
     assert sent[before:] == [0]
+    counters = versioned.server.status()["counters"]
+    assert counters["version"] == 1
+    assert counters["read_bytes"] > 4 * 3000 * 1000 // 3
 
 
 WRONG: dict[str, tuple[Callable[[Versioned, Reader], object], type[Exception], str]] = {
