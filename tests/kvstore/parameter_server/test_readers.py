@@ -65,7 +65,7 @@ class Versioned:
         """Push the number of this round, so that each value becomes twice that."""
         self.pushed += 0 in ranks
         values = [torch.full(shape, float(self.pushed)) for shape in SHAPES.values()]
-        self.job.each([self.stores[rank] for rank in ranks], lambda kv: kv.push([*SHAPES], values))
+        self.job.each([self.stores[rank] for rank in ranks], lambda kv: kv.push([*SHAPES], values, async_op=True))
 
     def publish(self, version: int, **extra: Tensor) -> None:
         self.push()
