@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import MAX_PARTS, PART_BYTES, Attach, Message, Read, Want
-from gangline.kvstore.parameter_server.transport.client_channel import Channel, open_channel, scheduler_address
+from gangline.kvstore.parameter_server.transport.client_channel import Channel, Context, open_channel, scheduler_address
 from gangline.kvstore.parameter_server.transport.poller import Poller, Source
 
 _log = logging.getLogger("gangline")
@@ -40,6 +41,9 @@ _CONNECT_SECONDS = 10.0
 _LOST_SECONDS = 2.0
 """Time after which a scheduler at whose address nobody listens is gone."""
 
+_Tensors = Mapping[Key, Tensor]
+_Layout = tuple[str, tuple[int, ...]]
+"""dtype and shape."""
 _Place = tuple[str, int, Key]
 """Address of a server, number of a shard there, and its key."""
 
@@ -146,11 +150,7 @@ class Reader:
     """
 
     def __init__(
-        self,
-        address: str | None = None,
-        *,
-        key: str | os.PathLike[str] | None = None,
-        timeout: float | None = None,
+        self, address: str | None = None, *, key: str | Path | None = None, timeout: float | None = None
     ) -> None:
         """Connect to a running job.
 
@@ -172,9 +172,9 @@ class Reader:
         self.address = f"{host}:{port}"
         self.version: int | None = None
         self._timeout = limits().timeout if timeout is None else timeout
-        self._key = None if key is None else read_file(os.fspath(key), "Reader(key=)")
+        self._key = None if key is None else read_file(str(key), "Reader(key=)")
         self._name = f"{os.uname().nodename}:{os.getpid()}"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: Context = zmq.Context()
         self._poller = Poller()
         self._channels: dict[object, Channel] = {}
         self._finish = weakref.finalize(self, _close, os.getpid(), self._channels, self._poller, self._context)
@@ -366,7 +366,7 @@ class Reader:
                 self._want(source, newest)
         return None
 
-    def _read(self, version: int, required: Mapping[Key, Tensor], optional: Mapping[Key, Tensor], ends: float) -> bool:
+    def _read(self, version: int, required: _Tensors, optional: _Tensors, ends: float) -> bool:
         """Read a version into staging memory; return False if a server has lost it, or the time is over."""
         for source in self._sources:
             source.restart(version)
@@ -451,16 +451,11 @@ def _tensors(target: object) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
     return dict(target), {}
 
 
-def _layout(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+def _layout(tensor: Tensor) -> _Layout:
     return name_of_dtype(tensor.dtype), tuple(tensor.shape)
 
 
-def _check(
-    version: int,
-    required: Mapping[Key, Tensor],
-    optional: Mapping[Key, Tensor],
-    layouts: Mapping[Key, tuple[str, tuple[int, ...]]],
-) -> None:
+def _check(version: int, required: _Tensors, optional: _Tensors, layouts: Mapping[Key, _Layout]) -> None:
     """Check that a version fits the tensors of the caller."""
     if missing := [key for key in required if key not in layouts]:
         shown = ", ".join(map(repr, [*layouts][:8]))
@@ -474,9 +469,7 @@ def _check(
             )
 
 
-def _close(
-    process: int, channels: dict[object, Channel], poller: Poller, context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
+def _close(process: int, channels: dict[object, Channel], poller: Poller, context: Context) -> None:
     if process == os.getpid():
         for channel in channels.values():
             channel.close()

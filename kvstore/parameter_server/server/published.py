@@ -151,10 +151,10 @@ class _Reader:
     identity: bytes
     name: str
     heard_at: float
-    want: tuple[int, int] | None = None
-    """Number and lowest version of a `Want` that is not answered."""
-    least: int = 0
-    """It has read what it wants of versions below."""
+    want: Want | None = None
+    """The last one."""
+    is_answered: bool = False
+    """True if it is."""
     reads: deque[Read] = field(default_factory=deque)
     """Those that are not answered."""
     sent: int = 0
@@ -171,6 +171,7 @@ class Readers:
         """Readers with unanswered `Read` messages, in the order of their turns."""
         self.yields = False
         """True if a message of a worker has come since the last `serve`."""
+        self.sent_bytes = 0
         self._rank = rank
         self._listener = listener
         self._published = published
@@ -187,19 +188,19 @@ class Readers:
     def receive(self, identity: bytes, message: Attach | Want | Read) -> None:
         """Handle a message of a reader."""
         reader = self._readers.get(identity)
-        if isinstance(message, Attach) and identity not in self._dropped and len(self) < _MOST_READERS:
+        if isinstance(message, Attach) and identity not in self._dropped and (reader or len(self) < _MOST_READERS):
             self._listener.admit(identity, protocol.MAX_STRANGER)
             self._forget(reader)
             self._readers[identity] = _Reader(identity, message.name, time.monotonic())
         elif reader is None:
             why = f"server {self._rank} serves {len(self)} readers already, or does not know this one"
             self._send(identity, Detached(StallError.__name__, self._dropped.pop(identity, why)))
-        elif isinstance(message, Want):
+        elif not isinstance(message, Attach):
             reader.heard_at, reader.received = time.monotonic(), max(reader.received, message.received)
-            reader.want, reader.least = (message.sequence, message.least), message.least
-            self._answer(reader)
-        elif isinstance(message, Read):
-            reader.heard_at, reader.received = time.monotonic(), max(reader.received, message.received)
+            if isinstance(message, Want):
+                reader.want, reader.is_answered = message, False
+                self._answer(reader)
+                return
             reader.reads.append(message)
             self.due[reader] = None
             if reader.sent + len(reader.reads) - reader.received > MAX_PARTS:
@@ -235,9 +236,10 @@ class Readers:
             self._send(reader.identity, protocol.Versions(0, self._published.numbers))
         elif read.item < len(items) and read.offset <= len(items[read.item]):
             reader.sent += 1
-            item = items[read.item]
-            part = Part(read.version, read.item, read.offset, len(item))
-            self._send(reader.identity, part, item[read.offset : read.offset + PART_BYTES])
+            part = items[read.item][read.offset : read.offset + PART_BYTES]
+            self.sent_bytes += len(part)
+            head = Part(read.version, read.item, read.offset, len(items[read.item]))
+            self._send(reader.identity, head, part)
         else:
             self._drop(
                 reader, f"it asks for byte {read.offset} of item {read.item}, which version {read.version} lacks"
@@ -249,9 +251,9 @@ class Readers:
 
     def _answer(self, reader: _Reader) -> None:
         numbers = self._published.numbers
-        if reader.want is not None and numbers and numbers[-1] >= reader.want[1]:
-            self._send(reader.identity, protocol.Versions(reader.want[0], numbers))
-            reader.want = None
+        if reader.want and not reader.is_answered and numbers and numbers[-1] >= reader.want.least:
+            self._send(reader.identity, protocol.Versions(reader.want.sequence, numbers))
+            reader.is_answered = True
 
     def check(self) -> None:
         """Forget readers that have ended, and drop those that do not receive what they have asked for."""
@@ -266,7 +268,8 @@ class Readers:
     def are_behind(self) -> bool:
         """Return whether a reader has not read the newest version yet."""
         numbers = self._published.numbers
-        return bool(numbers) and any(reader.least <= numbers[-1] for reader in self._readers.values())
+        wants = [reader.want for reader in self._readers.values()]
+        return bool(numbers) and any(want is None or want.least <= numbers[-1] for want in wants)
 
     def end(self, error: str, text: str) -> None:
         """Tell all readers that this server ends."""

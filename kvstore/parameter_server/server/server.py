@@ -96,7 +96,7 @@ class Server:
         sent = self._sessions.sent_bytes
         counters = {"rounds": rounds, "received_bytes": self._received_bytes, "sent_bytes": sent}
         if versions := self._rounds.published.numbers:
-            counters |= {"version": versions[-1], "readers": len(self._readers)}
+            counters |= {"version": versions[-1], "read_bytes": self._readers.sent_bytes}
         return {
             "part": "server",
             "counters": counters,

@@ -33,6 +33,7 @@ ECHO = b"echo"
 """End of the identity of a process's connection that returns the scheduler's messages, see `start_echo`."""
 
 Frames = Sequence[bytes | memoryview]
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class Channel(Protocol):
@@ -65,13 +66,7 @@ class Channel(Protocol):
         """Close the connection; what was sent is still delivered."""
 
 
-def open_channel(
-    address: str,
-    context: zmq.Context[zmq.Socket[bytes]],
-    identity: bytes,
-    poller: Poller,
-    key: JobKey | None = None,
-) -> Channel:
+def open_channel(address: str, context: Context, identity: bytes, poller: Poller, key: JobKey | None = None) -> Channel:
     """Connect over the fastest transport that works; ``key``: for addresses that need one, in place of this process's.
 
     The address is "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
@@ -94,7 +89,7 @@ def scheduler_address(endpoint: str) -> str:
     return f"unix://{unix_sockets.name_of('scheduler', int(port))}" if is_unix else endpoint
 
 
-def start_echo(endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes) -> None:
+def start_echo(endpoint: str, context: Context, identity: bytes) -> None:
     """Return each message of the scheduler at "tcp://HOST:PORT" to it, until the context is terminated.
 
     A ZeroMQ proxy does so, which holds no GIL: the scheduler learns that this process runs while the interpreter is
@@ -115,7 +110,7 @@ def start_echo(endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity:
     threading.Thread(target=serve, name="gangline-echo", daemon=True).start()
 
 
-def _dealer(endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes) -> zmq.Socket[bytes]:
+def _dealer(endpoint: str, context: Context, identity: bytes) -> zmq.Socket[bytes]:
     """Return a socket that is not connected yet."""
     dealer = context.socket(zmq.DEALER)
     dealer.set_hwm(0)
@@ -134,12 +129,7 @@ class SocketChannel:
     is_full = False  # ZeroMQ's I/O thread sends what is queued
 
     def __init__(
-        self,
-        endpoint: str,
-        context: zmq.Context[zmq.Socket[bytes]],
-        identity: bytes,
-        poller: Poller,
-        key: JobKey | None = None,
+        self, endpoint: str, context: Context, identity: bytes, poller: Poller, key: JobKey | None = None
     ) -> None:
         host, _, self._port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host = host.strip("[]")

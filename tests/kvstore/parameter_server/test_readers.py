@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 import gangline
 from gangline import KVStore, Reader
+from gangline.cli.launch import _print_address
+from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import (
@@ -36,6 +38,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Want,
 )
 from gangline.kvstore.parameter_server.store import DistStore
+from tests.hosts import Hosts, obstacle
 from tests.kvstore.parameter_server.in_process import LIMIT, Job, RawClient
 from tests.programs import environment
 from tests.random_kills import processes
@@ -62,7 +65,7 @@ class Versioned:
         """Push the number of this round, so that each value becomes twice that."""
         self.pushed += 0 in ranks
         values = [torch.full(shape, float(self.pushed)) for shape in SHAPES.values()]
-        self.job.each([self.stores[rank] for rank in ranks], lambda kv: kv.push([*SHAPES], values))
+        self.job.each([self.stores[rank] for rank in ranks], lambda kv: kv.push([*SHAPES], values, async_op=True))
 
     def publish(self, version: int, **extra: Tensor) -> None:
         self.push()
@@ -172,6 +175,9 @@ def test_only_values_that_have_changed_are_sent(versioned: Versioned) -> None:
         assert pulled(reader, 0) == (1, {2.0})
     assert before > 4
     assert sent[before:] == [0]
+    counters = versioned.server.status()["counters"]
+    assert counters["version"] == 1
+    assert counters["read_bytes"] > 4 * 3000 * 1000 // 3
 
 
 WRONG: dict[str, tuple[Callable[[Versioned, Reader], object], type[Exception], str]] = {
@@ -378,24 +384,37 @@ from pathlib import Path
 folder, steps, publishes = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "publishes"
 torch.manual_seed(0)
 network = torch.nn.Sequential(torch.nn.Linear(32, 400), torch.nn.Tanh(), torch.nn.Linear(400, 3000))
-trainer = gangline.Trainer(network, "adam", {"lr": 0.01}, "dist_sync")
-kv, data = trainer.kvstore, torch.randn(64, 32)
+rank, data = int(os.environ["RANK"]), torch.randn(64, 32)
 def digest(values):
     return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in values)).hexdigest()
+def publish(kv, step, values):
+    if rank == 0 and publishes:
+        Path(folder / f"{step}.sum").write_text(digest(values))
+        kv.publish(step)
+    Path(folder / f"step-{rank}.new").write_text(str(step))
+    os.replace(folder / f"step-{rank}.new", folder / f"step-{rank}")
+    time.sleep(0.03)
+if sys.argv[4] == "fit":
+    module = gangline.Module(network, torch.nn.CrossEntropyLoss())
+    def end_batch(param):
+        publish(module.store, 2 * param.epoch + param.nbatch, module.get_params().values())
+    module.fit(
+        (data, torch.arange(64)), num_epoch=steps // 2, batch_size=32, kvstore="dist_sync", optimizer="adam",
+        optimizer_params={"learning_rate": 0.01}, batch_end_callback=end_batch,
+    )
+    print("weights", digest(module.get_params().values()), flush=True)
+    module.close()
+    sys.exit()
+trainer = gangline.Trainer(network, "adam", {"lr": 0.01}, "dist_sync")
 for step in range((trainer.kept() or [0])[0], steps):
     trainer.keep([step])
-    own = data[kv.rank::2] * (1 + step / 10)
+    own = data[rank::2] * (1 + step / 10)
     trainer.zero_grad()
     trainer.backward(network(own).square().mean(), len(own))
     trainer.step(len(own))
-    if kv.rank == 0 and publishes:
-        Path(folder / f"{step}.sum").write_text(digest(network.parameters()))
-        kv.publish(step)
-    Path(folder / f"step-{kv.rank}.new").write_text(str(step))
-    os.replace(folder / f"step-{kv.rank}.new", folder / f"step-{kv.rank}")
-    time.sleep(0.03)
+    publish(trainer.kvstore, step, network.parameters())
 print("weights", digest(network.parameters()), flush=True)
-kv.close()
+trainer.kvstore.close()
 """
 READ = """\
 import hashlib, sys, torch, gangline
@@ -410,6 +429,65 @@ with gangline.Reader(sys.argv[1], timeout=60) as reader:
     except EOFError as end:
         print("end", end, flush=True)
 """
+
+
+HOST = """\
+import sys, time, torch, gangline
+from pathlib import Path
+role, folder = sys.argv[1], Path(sys.argv[2])
+if role == "worker":
+    kv = gangline.create("dist_sync")
+    kv.init("a", torch.arange(300000.0))
+    kv.publish(7)
+    while not (folder / "read").exists():
+        time.sleep(0.01)
+    kv.close()
+    sys.exit()
+for key in ("other", None, "key"):
+    try:
+        with gangline.Reader(sys.argv[3], key=key and folder / key, timeout=20) as reader:
+            out = {"a": torch.zeros(300000)}
+            print(reader.pull(out), torch.equal(out["a"], torch.arange(300000.0)))
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+(folder / "read").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_a_reader_on_another_host_needs_the_key(tmp_path: Path) -> None:
+    write_file(JobKey.new(), tmp_path / "key")
+    write_file(JobKey.new(), tmp_path / "other")
+    with Hosts(2) as hosts:
+        job = {"DMLC_PS_ROOT_URI": hosts.addresses[0], "DMLC_PS_ROOT_PORT": "9091", "DMLC_NUM_WORKER": "1"}
+        job |= {"DMLC_NUM_SERVER": "1", "GANGLINE_JOB_KEY_FILE": str(tmp_path / "key")}
+        for role in ("scheduler", "server"):
+            command = [sys.executable, "-m", f"gangline.kvstore.parameter_server.{role}"]
+            hosts.start(0, command, {**environment(), **job, "DMLC_ROLE": role})
+        program = [sys.executable, "-c", HOST]
+        worker = hosts.start(0, [*program, "worker", str(tmp_path)], {**environment(), **job, "DMLC_ROLE": "worker"})
+        address = f"{hosts.addresses[0]}:9091"
+        other, none, key = hosts.run(1, [*program, "reader", str(tmp_path), address], environment()).splitlines()
+        assert worker.wait(30) == 0
+    assert re.match(r"ProtocolError reader of .*, scheduler: .* does not admit this process's key", other)
+    assert re.match(r"RuntimeError address .* can be reached from other machines", none)
+    assert key == "7 True"
+
+
+@pytest.mark.parametrize(
+    ("host", "knows_key", "shown"),
+    [
+        ("127.0.0.1", False, "127.0.0.1:80"),
+        ("10.0.0.1", True, "10.0.0.1:80, with the key of GANGLINE_JOB_KEY_FILE"),
+        ("fd00::1", False, "[fd00::1]:80; they need a key: set GANGLINE_JOB_KEY_FILE before the job starts"),
+    ],
+)
+def test_the_launcher_prints_the_address(
+    host: str, knows_key: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _print_address({"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "80"}, knows_key=knows_key)
+    assert capsys.readouterr() == ("", f"gangline: readers attach at {shown}\n")
 
 
 class Readers:
@@ -438,9 +516,9 @@ class Readers:
             one.wait()
 
 
-def train(folder: Path, steps: int, publishes: bool, kills: int) -> subprocess.Popen[str]:
+def train(folder: Path, loop: str, steps: int, publishes: bool, kills: int) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "2", "--restart-processes", str(2 * kills)]
-    words += ["--", sys.executable, "-c", TRAIN, str(folder), str(steps), "publishes" if publishes else "alone"]
+    words += ["--", sys.executable, "-c", TRAIN, str(folder), str(steps), "publishes" if publishes else "alone", loop]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
@@ -463,18 +541,19 @@ def weights_of(job: subprocess.Popen[str]) -> set[str]:
 
 
 @cache
-def alone(steps: int) -> set[str]:
+def alone(loop: str, steps: int) -> set[str]:
     """Return the lines of weights of a job without readers and kills."""
     with TemporaryDirectory() as folder:
-        return weights_of(train(Path(folder), steps, publishes=False, kills=1))
+        return weights_of(train(Path(folder), loop, steps, publishes=False, kills=1))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("loop", ["Trainer", "fit"])
 @pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
-def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, tmp_path: Path) -> None:
+def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, loop: str, tmp_path: Path) -> None:
     steps, kills = 100, 2
-    job = train(tmp_path, steps, publishes=True, kills=kills)
+    job = train(tmp_path, loop, steps, publishes=True, kills=kills)
     assert job.stderr is not None
     while not (found := re.search(r"readers attach at (\S+)", job.stderr.readline())):
         assert job.poll() is None
@@ -492,7 +571,7 @@ def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, tmp_p
             os.kill(running[number % len(running)], signal.SIGKILL)
         wait_for(lambda: step_of(tmp_path) >= first + 35, job)
         stopped.send_signal(signal.SIGCONT)
-        assert weights_of(job) == alone(steps)
+        assert weights_of(job) == alone(loop, steps)
         assert [stopped.wait(30), late.wait(30)] == [0, 0]
         for reader in range(3):
             lines = [line for line in readers.lines(reader) if re.fullmatch(r"\d+ \w{64}", line)]
