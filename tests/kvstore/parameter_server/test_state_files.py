@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,7 +329,7 @@ def test_a_job_resumes_with_other_servers_of_unequal_memory(tmp_path: Path) -> N
             2,
             *options,
             "--",
-            "python",
+            sys.executable,
             program,
             tmp_path / "states",
             first,
