@@ -239,7 +239,7 @@ def save_index(path: Path, parts: Iterable[str], state: OptimizerState) -> None:
 
 def remove_parts(path: Path, kept: Iterable[str] = ()) -> None:
     """Remove the parts of a file but those to keep, and what interrupted saves have left."""
-    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part*"):
+    for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}[-.]*part*"):
         if part.name not in kept:
             part.unlink(missing_ok=True)
 

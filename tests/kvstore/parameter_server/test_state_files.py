@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,7 +149,8 @@ def test_a_save_replaces_the_parts_of_the_one_before(tmp_path: Path, monkeypatch
         step(kv, 1)
         kv.save_optimizer_states(path)
         former = parts_of(path)
-        (tmp_path / "states.00000000-0.part.tmp").touch()  # of a process that was killed
+        for name in ("00000000-0.part.tmp", "00000000.part_probe"):  # of processes that were killed
+            (tmp_path / f"states.{name}").touch()
         kv.save_optimizer_states(path)
         assert len(parts_of(path)) == len(former) == 2
         assert not set(parts_of(path)) & set(former)
@@ -328,7 +330,7 @@ def test_a_job_resumes_with_other_servers_of_unequal_memory(tmp_path: Path) -> N
             2,
             *options,
             "--",
-            "python",
+            sys.executable,
             program,
             tmp_path / "states",
             first,
