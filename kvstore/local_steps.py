@@ -82,6 +82,7 @@ class _Fragment:
         self.look()
         flat = self.read().sub_(self.sent).add_(self.base)
         torch._foreach_copy_(self.parameters, [*self.bucket.views(flat).values()])
+        self.sent, self.works = self.base, ()  # their memory is free
 
 
 @run_eagerly
@@ -249,7 +250,7 @@ class LocalSteps(WrappedOptimizer):
             self._send(fragment)
         self._merge()
         self._equalize(self._buffers, is_mean=True)
-        self._returned = time.monotonic()
+        self._link_seconds, self._returned = 0.0, time.monotonic()
 
     def _send(self, fragment: _Fragment) -> None:
         fragment.send(self.kvstore, self._weight_made)
