@@ -24,6 +24,7 @@ class ProcessLock:
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
+        self.locked = self._lock.locked
 
     def __enter__(self) -> None:
         self._lock.acquire()
