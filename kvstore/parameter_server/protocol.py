@@ -34,6 +34,10 @@ _MOST_FIELDS = 16
 _kinds: dict[int, type[Message]] = {}
 
 
+class VersionError(ProtocolError):
+    """Error of a message of another version of the protocol."""
+
+
 def _are_counts(values: Any) -> bool:
     if type(values) is not list:
         return False
@@ -142,7 +146,7 @@ def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
         raise ProtocolError("received a header that is not a list of version, kind and fields")
     version, kind, *values = items
     if version != VERSION:
-        raise ProtocolError(f"received a message of protocol version {version!r}; expected {VERSION}")
+        raise VersionError(f"received a message of protocol version {version!r}; expected {VERSION}")
     if type(kind) is not int or kind not in _kinds:
         raise ProtocolError(f"received a message of unknown kind {kind!r}")
     cls = _kinds[kind]
@@ -390,6 +394,20 @@ class ViewChange(Message, kind=44):
     """First round of the view."""
     ranks: Counts
     """Workers that take part from then on."""
+
+
+class RankRequest(Message, kind=45):
+    """Request of a process of another host, which has not registered, for the rank of a new worker."""
+
+    version: String
+    """Version of gangline."""
+
+
+class RankGranted(Message, kind=46):
+    """Answer to `RankRequest`; `Rejected` is the other one, with StallError if the same request may succeed later."""
+
+    variables: Strings
+    """Environment of the worker, ``NAME=VALUE`` each."""
 
 
 # Server messages
