@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,13 @@ from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
 from gangline.collectives.environments.job_key import FILE, JobKey, job_key
 from gangline.collectives.timeline import recorder
-from gangline.collectives.transports.addresses import interface_address, is_loopback, local_address, resolved
+from gangline.collectives.transports.addresses import (
+    interface_address,
+    is_loopback,
+    local_address,
+    reachable_address,
+    resolved,
+)
 from gangline.collectives.transports.unix_sockets import connect
 from gangline.kvstore.parameter_server.environment import parse_bytes
 from gangline.kvstore.restart_variables import parse_bounds
@@ -44,7 +51,7 @@ _engine_option = partial(typer.Option, rich_help_panel="Engines")
 Launcher = Literal["local", "ssh", "mpi", "slurm"]
 """Ways to start processes."""
 _OF_LAUNCHERS = {
-    "interface": ("ssh", "mpi", "slurm"),
+    "interface": ("local", "ssh", "mpi", "slurm"),
     "ssh": ("ssh",),
     "remote_python": ("ssh",),
     "mpirun": ("mpi",),
@@ -99,8 +106,8 @@ class LaunchOptions:
     """Number of processes of a dist_* store, scheduler included, that start again alone, while the others wait for
     them. Beyond it the job fails."""
     elastic: Annotated[str | None, typer.Option(metavar="MIN:MAX")] = None
-    """Least and most workers of a dist_* store, which may change while the job runs: by `gangline resize`, or by a
-    SIGTERM to a worker."""
+    """Least and most workers of a dist_* store, which may change while the job runs: by `gangline resize`, by a SIGTERM
+    to a worker and, if GANGLINE_JOB_KEY_FILE names a key, by `gangline join` on other hosts."""
     stop_signals: str | None = None
     """Signals that stop the job, beside INT, TERM and HUP, such as USR1: workers get SIGTERM, write a checkpoint and
     exit with 75."""
@@ -116,7 +123,7 @@ class LaunchOptions:
     """Hosts and their slots, such as node1,node2:4."""
     interface: Annotated[str | None, _host_option()] = None
     """Network interface of the job's connections, or an address or network such as 10.1.0.0/16. Without it hosts use
-    the addresses at which ssh reaches them."""
+    the addresses at which ssh reaches them. With --elastic it is where workers of other hosts join."""
     ssh: Annotated[str, _host_option()] = "ssh"
     """ssh command, such as "ssh -p 2222"."""
     remote_python: Annotated[str, _host_option(show_default="the same path")] = sys.executable
@@ -176,10 +183,19 @@ def launch(options: LaunchOptions) -> None:
     engine_options = tuple(options.engine_option or ())
     timeouts = StopTimeouts(stop=options.grace)
     connection = SshOptions(options.ssh, options.remote_python, options.interface)
-    host = Host()
+    host, shared_key = Host(), None
+    is_open = bounds is not None and bool(os.environ.get(FILE))
+    if launcher == "local" and options.interface is not None and not is_open:
+        raise UsageError(
+            f"--interface is for workers that join from other hosts; it needs --elastic, and a key in {FILE}"
+        )
     if launcher != "ssh":
         with as_usage_errors():
             host = _address_here(options, entries) or local_host(options.gpus, is_checked=not options.dry_run)
+            if is_open:
+                name = options.interface
+                address = reachable_address() if name is None else interface_address(name, "--interface")[0]
+                host, shared_key = replace(host, address=address), job_key()
 
     def planned(job: JobSpec) -> list[Process]:
         if launcher == "ssh":
@@ -199,6 +215,8 @@ def launch(options: LaunchOptions) -> None:
         return
     if bounds is not None:
         print(f"gangline: `gangline resize {os.getpid()} N` changes the number of workers", file=sys.stderr, flush=True)
+        if not is_open:
+            print(f"gangline: other hosts can add workers if {FILE} names a key", file=sys.stderr, flush=True)
     if options.log_dir is not None and launcher != "ssh":  # whose other hosts have folders of their own
         try:
             options.log_dir.mkdir(parents=True, exist_ok=True)
@@ -216,11 +234,16 @@ def launch(options: LaunchOptions) -> None:
             key = own_key or JobKey.new()
             connections = ssh_table(table, entries, connection, key, options.grace, options.log_dir)
             return run(connections, timeouts, stop_signals=stops)
+        if is_open:
+            name = f"[{host.address}]" if ":" in host.address else host.address
+            address = f"{name}:{table[0].environment['DMLC_PS_ROOT_PORT']}"
+            line = f"{FILE}=... gangline join {address} -- {shlex.join(options.command)}"
+            print(f"gangline: on another host, with the same key: {line}", file=sys.stderr, flush=True)
         return run(
             table,
             timeouts,
             # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
-            JobKey.new() if launcher == "local" else None,
+            (shared_key or JobKey.new()) if launcher == "local" else None,
             stop_signals=stops,
             reports=Reports(options.log_dir),
             restart_processes=options.restart_processes,

@@ -36,6 +36,11 @@ PART_BYTES = 1 << 18
 MAX_PARTS = 8
 """Maximum number of `Read` messages of a reader that a server has not answered, or whose answers it may not have."""
 
+
+class VersionError(ProtocolError):
+    """Error of a message of another version of the protocol."""
+
+
 # Types of fields
 
 Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
@@ -88,7 +93,7 @@ def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
     """
     known = _kinds.get(bytes(frame[:3]))
     if known is None:
-        raise ProtocolError(_fault(*frame[:3]))
+        raise _fault(*frame[:3])
     cls, decoder, most = known
     if is_bounded and len(frame) > most:
         raise ProtocolError(f"received {cls.__name__} of {len(frame)} bytes; expected at most {most}")
@@ -102,16 +107,17 @@ def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
         raise ProtocolError(f"received a header that is not msgpack: {error}") from None
 
 
-def _fault(head: int = 0, version: int = 0, kind: int = 0) -> str:
-    """Return why the first three bytes of a frame begin no message."""
+def _fault(head: int = 0, version: int = 0, kind: int = 0) -> ProtocolError:
+    """Return the error of a frame whose first three bytes begin no message."""
     if not 0x92 <= head <= 0x9F:
-        return "received a header that is not a list of version, kind and fields"
+        return ProtocolError("received a header that is not a list of version, kind and fields")
     if version != VERSION:
-        return f"received a message of protocol version {version}; expected {VERSION}"
+        return VersionError(f"received a message of protocol version {version}; expected {VERSION}")
     for cls in _heads:
         if cls.kind == kind:
-            return f"received {cls.__name__} with {head - 0x92} fields; expected {len(cls.__struct_fields__)}"
-    return f"received a message of unknown kind {kind}"
+            fields = len(cls.__struct_fields__)
+            return ProtocolError(f"received {cls.__name__} with {head - 0x92} fields; expected {fields}")
+    return ProtocolError(f"received a message of unknown kind {kind}")
 
 
 # Scheduler messages
@@ -349,6 +355,20 @@ class ViewChange(Message, tag=44):
     """First round of the view."""
     ranks: Counts
     """Workers that take part from then on."""
+
+
+class RankRequest(Message, tag=52):
+    """Request of a process of another host, which has not registered, for the rank of a new worker."""
+
+    version: String
+    """Version of gangline."""
+
+
+class RankGranted(Message, tag=53):
+    """Answer to `RankRequest`; `Rejected` is the other one, with StallError if the same request may succeed later."""
+
+    variables: Strings
+    """Environment of the worker, ``NAME=VALUE`` each."""
 
 
 # Server messages

@@ -35,7 +35,7 @@ from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address, start_echo
 from gangline.kvstore.parameter_server.transport.poller import Poller
-from gangline.kvstore.restart_variables import LEAVING, PROCESS_RESTARTS, incarnation
+from gangline.kvstore.restart_variables import IF_POSSIBLE, LEAVING, PROCESS_RESTARTS, incarnation
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
@@ -340,7 +340,9 @@ class SchedulerClient:
 
     def _end_if_refused(self, answer: Future[Any]) -> None:
         text = str(answer.exception()) if answer.exception() else answer.result().text
-        if text:
+        if text and os.environ.get(LEAVING) == IF_POSSIBLE:
+            _log.warning("%s; it goes on", text)
+        elif text:
             _log.error("%s; it ends by SIGTERM", text)
             os.kill(os.getpid(), signal.SIGTERM)  # the handler ends the process at the second signal
 
@@ -470,7 +472,7 @@ class SchedulerClient:
 
     def abandon(self) -> None:
         """Close without leaving: this process ends with an error, and the others may wait for its restart."""
-        self.has_left |= self.allows_restarts
+        self.has_left |= self.allows_restarts or (self.is_elastic and self.rank in self.views[-1][1])
 
     @property
     def is_job_over(self) -> bool:

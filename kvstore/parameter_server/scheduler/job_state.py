@@ -137,6 +137,8 @@ class JobState:
     """Members whose place another one has taken, by identity."""
     bounds: tuple[int, int] | None = None
     """Least and most workers of an elastic job; None: the workers are always the same."""
+    guests: set[int] = field(default_factory=set)
+    """Ranks that workers of other hosts got (`RankGranted`): the launcher replaces a dead one that the others need."""
 
     def __post_init__(self) -> None:
         self.allows_restarts, self.is_elastic = self.restarts > 0, self.bounds is not None
@@ -147,11 +149,12 @@ class JobState:
         """Return what a restarted scheduler needs beside the outcomes, but for the times when it heard members."""
         members = [tuple(vars(one).values())[:-2] for one in [*self.replaced.values(), *self.members.values()]]
         job = (self.workers, self.started, self.restarts, self.view, self.last_joined, self.join_result)
-        return *job, self.views.kept(), len(self.replaced), members
+        return *job, sorted(self.guests), self.views.kept(), len(self.replaced), members
 
     def restore(self, kept: Any, outcomes: Mapping[int, Any], now: float) -> None:
         """Continue in a restarted scheduler: members connect again, and repeat what they wait for."""
-        self.workers, self.started, restarts, self.view, self.last_joined, result, views, replaced, members = kept
+        self.workers, self.started, restarts, self.view, self.last_joined, result, guests, *rest = kept
+        (views, replaced, members), self.guests = rest, set(guests)
         self.restarts, self.allows_restarts, self._keeps_records = max(restarts - 1, 0), True, True
         self.join_result = protocol.JoinResult(*result) if result else None
         self.outcomes = {number: Outcome(*outcome) for number, outcome in outcomes.items()}
@@ -185,14 +188,13 @@ class JobState:
         count = self.expected(role)
         members = self.of_role(role)
         predecessor = self.predecessor(registration)
-        if registration.incarnation and self.started and self.allows_restarts and (predecessor or not self.is_elastic):
+        may_return = self.allows_restarts or (role == "worker" and rank in self.guests)
+        if registration.incarnation and self.started and may_return and (predecessor or not self.is_elastic):
             if predecessor is None or not predecessor.is_gone:
                 return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
             return f"{predecessor.name} cannot be started again: it {predecessor.why or 'has left the job'}"
         if self.is_elastic and role == "worker" and (self.started or count <= rank < self.views.most):
-            present = sum(not member.is_gone for member in members)
-            known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
-            return self.views.rejection(rank, known, present)
+            return self.rejection_of_new(rank)
         if len(members) >= count:
             shared = (
                 "; a worker has one dist_* store, for all its keys: give the first one to what needs one, for "
@@ -205,6 +207,21 @@ class JobState:
             return f"{role} {rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         return ""
 
+    def rejection_of_new(self, rank: int = -1) -> str:
+        """Return why an elastic job takes no new worker, or none of this rank; "" if it does."""
+        members = self.of_role("worker")
+        present = sum(not member.is_gone for member in members)
+        known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
+        return self.views.rejection(rank, known, present)
+
+    def is_guest(self, member: Member) -> bool:
+        """Return whether a member is a worker of another host, which no launcher there starts again."""
+        return member.role == "worker" and member.rank in self.guests
+
+    def may_return(self, member: Member) -> bool:
+        """Return whether the others wait for the restart of this member if it dies."""
+        return self.views.has_part(member.rank) if self.is_guest(member) else self.restarts > 0
+
     def predecessor(self, registration: protocol.Register) -> Member | None:
         """Return the member whose place a restarted process takes."""
         former = (one for one in self.of_role(registration.role) if one.rank == registration.rank)
@@ -216,6 +233,8 @@ class JobState:
             self.replaced[old.identity] = self.members.pop(old.identity)
             new.registration.memory = old.registration.memory  # keys stay where they were placed
             new.registration.is_memory_set = old.registration.is_memory_set
+            if self.is_guest(old):
+                self.guests.remove(old.rank)
         rank = new.registration.rank
         if self.started:
             new.rank, new.is_restarted = rank if rank >= 0 else self.workers, True
