@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from gangline.kvstore.sparse import RowSparse, write_rows
 _MESSAGE_BYTES = 8 << 20
 """Bytes of shards that one message requests."""
 
+_number_of = itemgetter(0)
 Handler = Callable[[Values, list[Tensor]], bool]
 
 
@@ -74,9 +76,13 @@ class PullTargets:
 
     def requests(self, rounds: Mapping[Key, int], what: str, priority: int) -> list[Request]:
         """Return the requests for all shards; ``rounds``: round of each key."""
-        wanted = [(target.shard, target.shard, target.shard.nbytes) for target in self._targets.values()]
+        targets = [*self._targets.values()]
+        if len(targets) == 1:
+            groups = [(targets[0].shard.server, [targets[0].shard])]
+        else:
+            groups = grouped_by_server([(one.shard, one.shard, one.shard.nbytes) for one in targets], _MESSAGE_BYTES)
         requests: list[Request] = []
-        for server, shards in grouped_by_server(wanted, _MESSAGE_BYTES):
+        for server, shards in groups:
             entries = [(shard.number, rounds[shard.layout.key], DENSE, 0) for shard in shards]
             message = Pull(0, entries, has_rows=False, region=None)
             requests += (Request(server, message, what, on_answer=self.handler(server, entries), priority=priority),)
@@ -84,7 +90,7 @@ class PullTargets:
 
     def handler(self, server: int, entries: Sequence[Sequence[int]]) -> Handler:
         """Return a handler of answers with the shards of entries of a server; it returns True once all have arrived."""
-        missing = {number for number, *_ in entries}
+        missing = {*map(_number_of, entries)}
 
         def take(message: Values, datas: list[Tensor]) -> bool:
             for index, (number, _, kind, nbytes) in enumerate(message.entries):

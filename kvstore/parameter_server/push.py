@@ -98,9 +98,12 @@ class PushEncoder:
         requests: list[Request] = []
         allocated: list[int] = []
         try:
-            for server, group in grouped_by_server(
-                [(one, one.shard, one.values[0].nbytes) for one in values], _MESSAGE_BYTES
-            ):
+            groups: Sequence[tuple[int, Sequence[ShardValue]]]
+            if len(values) == 1:
+                groups = [(values[0].shard.server, values)]
+            else:
+                groups = grouped_by_server([(one, one.shard, one.values[0].nbytes) for one in values], _MESSAGE_BYTES)
+            for server, group in groups:
                 entries: list[tuple[int, int, int, int]] = []
                 nbytes = 0
                 for one in group:

@@ -194,10 +194,6 @@ def _joined(placed: Iterable[tuple[int, int]], layout: KeyLayout) -> list[tuple[
 
 def grouped_by_server(items: Iterable[tuple[_T, ShardPlacement, int]], most: int) -> list[tuple[int, list[_T]]]:
     """Group items by server into messages of at most ``most`` bytes (or one item) and `MAX_ENTRIES` items, in order."""
-    items = list(items)
-    if len(items) == 1:
-        ((item, shard, _),) = items
-        return [(shard.server, [item])]
     groups: list[tuple[int, list[_T]]] = []
     open_groups: dict[int, list[_T]] = {}
     filled: dict[int, int] = {}

@@ -412,7 +412,7 @@ class DistStore(KVStore):
         weight: float | None = None,
         on_host: Callable[[], Pushed] | None = None,
     ) -> Work:
-        pairs = merged(pairs)
+        pairs = pairs if len(pairs) == 1 else merged(pairs)
         if self._scheduler.keeps_positions:
             self._continuation.count([key for key, _ in pairs])
         group = self._groups.of(pairs[0][0]) if pairs and self._sent_rates else None
@@ -463,7 +463,7 @@ class DistStore(KVStore):
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         self._continuation.before_pull()
-        merged_outs = merged(pairs)
+        merged_outs = pairs if len(pairs) == 1 else merged(pairs)
 
         def pull(work: RequestWork) -> None:
             targets = PullTargets(merged_outs, self._shards, self._servers.memory_of, work.codec)

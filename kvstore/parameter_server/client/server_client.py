@@ -201,8 +201,12 @@ class ServerClient:
 
         Servers do not acknowledge `ValuesRead`, but a lost connection shows within the heartbeat limit.
         """
-        if self._sleeps and (self._may_lose_reads() or any(one.undelivered for one in self._connections)):
-            self._wake_thread(drives=False)
+        if self._sleeps:
+            begin = time.monotonic() - self._limit
+            for one in self._connections:  # `any` would make calls, and every call of a store comes here
+                if one.undelivered or one.read_at > begin:
+                    self._wake_thread(drives=False)
+                    return
 
     def _wake_thread(self, *, drives: bool) -> None:
         with self._idle:
