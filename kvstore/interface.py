@@ -914,6 +914,8 @@ class KVStore(abc.ABC):
             check_not_negative("weight", weight)
             check_mean(bucket.keys[0], bucket.dtype)
             weight = float(weight)
+        if not self.updates_wait:
+            return self._push_bucket(bucket, values, present, weight, priority, async_op)
         push = partial(self._push_bucket, bucket, values, present, weight, priority, async_op)
         return self._push_once(present, push)
 

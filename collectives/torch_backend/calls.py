@@ -485,7 +485,7 @@ def _quick_method_of(form: _Form, number: int, call: Callable[..., Any]) -> Call
             or self._coalesced is not None
             or is_profiled()
             or has_dispatch_modes()
-            or opts.timeout > _NO_TIME
+            or getattr(opts, "timeout", _UNSET) > _NO_TIME
         ):
             return call(self, *args, **kwargs)
         tensor: Any = None
