@@ -29,8 +29,8 @@ _OUTER = {
 }
 _SPEEDS = "speeds of LocalSteps"
 """Key of an int64 tensor with a row for each worker: microseconds of a local step, and of the link in a cycle."""
-_FEWEST, _MOST = 8, 500
-"""Local steps of the fastest worker in a cycle, with ``every="auto"``."""
+_FIRST, _FEWEST, _MOST = 8, 20, 500
+"""Local steps of the fastest worker in a cycle with ``every="auto"``: in the first two, and bounds of the others."""
 _SPARE = 1.1
 """Time of a cycle over that of the link, with ``every="auto"``."""
 
@@ -164,7 +164,7 @@ class LocalSteps(WrappedOptimizer):
             )
         self._all, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         self._is_auto = every == "auto"
-        self.every = self._next_every = _FEWEST if isinstance(every, str) else every
+        self.every = self._next_every = _FIRST if isinstance(every, str) else every
         self._steps = self._next = 0  # steps in this cycle, number of the next fragment
         self._weight_made = 0.0  # of all local steps
         self._travelling: list[_Fragment] = []
