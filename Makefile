@@ -39,7 +39,7 @@ GPU_PYTHON ?= 3.12
 gpu-wheels: $(VENV)/.installed
 	$(BIN)/pip download --quiet --dest wheels --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
 	--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 --platform manylinux2014_x86_64 \
-	pyzmq msgpack pynccl psutil nvidia-ml-py torchmetrics lightning-utilities pytest pytest-timeout hypothesis
+	pyzmq msgpack msgspec pynccl psutil nvidia-ml-py torchmetrics lightning-utilities pytest pytest-timeout hypothesis
 
 # What uses private names of torch, with other versions of torch: CPU builds, or else the package index's builds for GPUs.
 TORCH ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
@@ -110,7 +110,7 @@ peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/impi/.installed .p
 .peers/mxnet-gangline/.installed:
 	$(PYTHON) -m venv .peers/mxnet-gangline
 	.peers/mxnet-gangline/bin/pip install --quiet mxnet==1.9.1 numpy==1.23.5 $$(grep ^torch== constraints.txt) setuptools \
-	msgpack pyzmq psutil typer rich fsspec safetensors tqdm pillow nvidia-ml-py
+	msgpack msgspec pyzmq psutil typer rich fsspec safetensors tqdm pillow nvidia-ml-py
 	.peers/mxnet-gangline/bin/pip install --quiet --no-deps torchmetrics lightning-utilities
 	.peers/mxnet-gangline/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

@@ -6,28 +6,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from gangline.collectives import compiled_core as core
 from gangline.collectives import hooks
 from gangline.collectives.bootstrap import groups
 from gangline.collectives.bootstrap.rendezvous import Rendezvous
-from gangline.collectives.call_signature import COLLECTIVES, encode_signature
-from gangline.collectives.compiled_core import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    DONE,
-    GATHER,
-    HELD,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-)
+from gangline.collectives.call_signature import COLLECTIVES, TABLE, Ranks, encode_signature
 from gangline.collectives.devices.nccl_selection import NcclSelection
 from gangline.collectives.eager import outside_modes, run_eagerly
 from gangline.collectives.engine.arguments import (
@@ -50,10 +38,6 @@ from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.work import Work
 
-_IN_PLACE = (ALL_REDUCE, BROADCAST)
-"""Collectives that have a result on every rank, which may replace the tensor."""
-_TO_ROOT = (REDUCE, GATHER)
-"""Collectives that have a result at the root only."""
 _BARRIER_CODE = encode_signature("barrier", 0, torch.uint8, None, None)
 
 
@@ -194,8 +178,9 @@ class Communicator:
         Returns:
             The tensor that holds the result.
         """
-        result: Tensor | Work = self._call(ALL_REDUCE, tensor, out, op, async_op)
-        return result
+        if async_op or self._run_core(core.ALL_REDUCE, tensor, out, op):
+            return self._call(core.ALL_REDUCE, tensor, out, op, async_op)
+        return tensor if out is None else out
 
     def reduce(
         self, tensor: Tensor, root: int = 0, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -212,8 +197,9 @@ class Communicator:
         Returns:
             The tensor that holds the result at the root, else None.
         """
-        result: Tensor | Work | None = self._call(REDUCE, tensor, out, (root, op), async_op)
-        return result
+        if async_op or self._run_core(core.REDUCE, tensor, out, (root, op)):
+            return self._call(core.REDUCE, tensor, out, (root, op), async_op)
+        return None if self.rank != root else tensor if out is None else out
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Copy the root's tensor to all ranks.
@@ -226,8 +212,9 @@ class Communicator:
         Returns:
             ``tensor``.
         """
-        result: Tensor | Work = self._call(BROADCAST, tensor, None, root, async_op)
-        return result
+        if async_op or self._run_core(core.BROADCAST, tensor, None, root):
+            return self._call(core.BROADCAST, tensor, None, root, async_op)
+        return tensor
 
     def broadcast_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
         """Run `broadcast` for each tensor with its root. With NCCL, ranks agree once and launch one group.
@@ -236,11 +223,11 @@ class Communicator:
             tensors: tensors on one device.
             roots: root of each tensor.
         """
-        self._run_each(BROADCAST, tensors, roots)
+        self._run_each(core.BROADCAST, tensors, roots)
 
     def reduce_each(self, tensors: Sequence[Tensor], roots: Sequence[int]) -> None:
         """Sum each tensor over all ranks, in place at its root; see `broadcast_each`."""
-        self._run_each(REDUCE, tensors, [(root, "sum") for root in roots])
+        self._run_each(core.REDUCE, tensors, [(root, "sum") for root in roots])
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Gather every rank's tensor on all ranks.
@@ -253,8 +240,9 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(ALL_GATHER, tensor, out, None, async_op)
-        return result
+        if async_op or out is None or self._run_core(core.ALL_GATHER, tensor, out, None):
+            return self._call(core.ALL_GATHER, tensor, out, None, async_op)
+        return out
 
     def reduce_scatter(
         self, tensor: Tensor, op: str = "sum", out: Tensor | None = None, *, async_op: bool = False
@@ -270,8 +258,9 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(REDUCE_SCATTER, tensor, out, op, async_op)
-        return result
+        if async_op or out is None or self._run_core(core.REDUCE_SCATTER, tensor, out, op):
+            return self._call(core.REDUCE_SCATTER, tensor, out, op, async_op)
+        return out
 
     def all_to_all(self, tensor: Tensor, out: Tensor | None = None, *, async_op: bool = False) -> Tensor | Work:
         """Send one row of a tensor to each rank, and receive one row from each.
@@ -284,8 +273,9 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(ALL_TO_ALL, tensor, out, None, async_op)
-        return result
+        if async_op or out is None or self._run_core(core.ALL_TO_ALL, tensor, out, None):
+            return self._call(core.ALL_TO_ALL, tensor, out, None, async_op)
+        return out
 
     def all_to_all_uneven(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Send tensor j to rank j and receive ``outs[i]`` from rank i; all may differ in size.
@@ -326,8 +316,9 @@ class Communicator:
         Returns:
             ``out`` at the root, else None.
         """
-        result: Tensor | Work | None = self._call(GATHER, tensor, out, root, async_op)
-        return result
+        if async_op or self._run_core(core.GATHER, tensor, out, root):
+            return self._call(core.GATHER, tensor, out, root, async_op)
+        return out if self.rank == root else None
 
     def scatter(self, tensor: Tensor | None, out: Tensor, root: int = 0, *, async_op: bool = False) -> Tensor | Work:
         """Send one row of the root's tensor to each rank.
@@ -342,15 +333,16 @@ class Communicator:
         Returns:
             ``out``.
         """
-        result: Tensor | Work = self._call(SCATTER, tensor, out, root, async_op)
-        return result
+        if async_op or self._run_core(core.SCATTER, tensor, out, root):
+            return self._call(core.SCATTER, tensor, out, root, async_op)
+        return out
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until every rank has called it."""
         if async_op:
-            work = self.begin_small(BARRIER, None)
+            work = self.begin_small(core.BARRIER, None)
             return work or self._engine.submit("barrier", partial(self._host.synchronize, _BARRIER_CODE), None)
-        if not self.run_small(BARRIER, None):
+        if self._run_core(core.BARRIER, None, None, None) and not self.run_small(core.BARRIER, None):
             self._engine.wait_for_pending()
             with self._engine.lock.over_several():
                 self._host.synchronize(_BARRIER_CODE)
@@ -413,36 +405,30 @@ class Communicator:
             resources = groups.split_group(self._resources, self._host, self._engine.next_number, color, key)
         return None if resources is None else Communicator(resources)
 
-    def _call(self, number: int, tensor: Any, out: Tensor | None, option: Any, async_op: bool) -> Any:
-        """Run a collective of `TABLE`, by the core if it can; return its result or its `Work`.
+    def _call(self, number: int, tensor: Any, out: Tensor | None, option: Any, async_op: bool) -> Tensor | Work:
+        """Run a collective of `TABLE` that `_run_core` has not run; return its result, maybe None, or its `Work`.
 
         The option is the operation of a reduction, the root, or (root, operation) of a reduce.
         """
-        call: Call | None = None
-        result = tensor if out is None else out
-        if number not in _IN_PLACE:
-            if out is None and number != REDUCE:  # the result cannot replace the tensor
-                call = check_call(number, tensor, None, option, self.rank, self.size)
-                result = out = call.result
-            elif number in _TO_ROOT and self.rank != (option[0] if number == REDUCE else option):
-                result = None
+        rule, call = TABLE[number], None
+        result: Any = tensor if out is None else out
+        if out is None and (rule.in_rows or rule.out_rows):  # the result cannot replace the tensor
+            call = check_call(number, tensor, None, option, self.rank, self.size)
+            result = out = call.result
+        elif rule.writes is Ranks.ROOT and self.rank != (option[0] if rule.has_op else option):
+            result = None
         if async_op:
             work = self.begin_small(number, tensor, out, option)
             if work is not None:
                 work.result = result
                 return work
-        else:
-            try:
-                status = self._run_core(number, tensor, out, option)
-            except BaseException as error:  # noqa: BLE001  raised again
-                raise self._engine.failed(error) from None
-            if status == DONE or (status == HELD and self._run_held(number, tensor, out, option)):
-                return result
+        elif self.run_small(number, tensor, out, option):
+            return cast(Tensor, result)
         call = call or check_call(number, tensor, out, option, self.rank, self.size)
         if async_op:
             return self._submit(call, result)
         self._gpus.run([call])
-        return result
+        return cast(Tensor, result)
 
     def _submit(self, call: Call, result: object) -> Work:
         """Run a call in the background; what runs it does not refer to this object, which may be dropped."""
@@ -474,29 +460,29 @@ class Communicator:
             out: tensor for the result; None to overwrite ``tensor``, or if this rank has none.
             option: operation of a reduction, root, or (root, operation) of a reduce.
         """
-        try:
-            status = self._run_core(collective, tensor, out, option)
-        except BaseException as error:  # noqa: BLE001  raised again
-            raise self._engine.failed(error) from None
-        return status == DONE or (status == HELD and self._run_held(collective, tensor, out, option))
-
-    def _run_held(self, *arguments: Any) -> bool:
-        """Take the lock for a call of `run_small`."""
-        self._engine.check_outermost()
-        if self._engine.queue.unfinished or self._gpus.nccl is not None:
-            return False
-        return self._engine.run_compiled(*arguments) == DONE
+        status = self._run_core(collective, tensor, out, option)
+        if status == core.HELD:
+            self._engine.check_outermost()
+            if not self._engine.queue.unfinished and self._gpus.nccl is None:
+                status = self._engine.run_compiled(collective, tensor, out, option)
+        return status == core.DONE
 
     def begin_small(
         self, collective: int, tensor: Tensor | None, out: Tensor | None = None, option: object = None
     ) -> Work | None:
         """Begin a collective of `run_small` without a thread, unless one is in flight; None: nothing was done."""
-        number = self._begin_core(collective, tensor, out, option)
-        if number == HELD and self._engine.is_idle():  # it is time to read announcements
-            number = self._engine.run_compiled(collective, tensor, out, option, begins=True)
+        number = self.begin_number(collective, tensor, out, option)
         if number <= 0:
             return None
-        return BegunWork(COLLECTIVES[collective], self._engine, number, tensor if out is None else out)
+        result = tensor if out is None else out
+        return BegunWork(COLLECTIVES[collective], self._engine, number, Work.forks, result)
+
+    def begin_number(self, collective: int, tensor: Tensor | None, out: Tensor | None, option: object) -> int:
+        """Begin it as `begin_small`; return its number, by which the engine ends it, or 0 or less: nothing was done."""
+        number = self._begin_core(collective, tensor, out, option)
+        if number == core.HELD and self._engine.is_idle():  # it is time to read announcements
+            number = self._engine.run_compiled(collective, tensor, out, option, begins=True)
+        return number
 
     def close(self) -> None:
         """Finish pending operations, tell the other ranks that this one closes, and release resources. Idempotent.

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #pragma GCC diagnostic ignored "-Wunused-parameter" /* Python passes the module to all functions */
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations" /* 3.11 has no function in place of PyErr_Fetch */
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -214,6 +215,7 @@ typedef struct {
     Reduction how;
     int collective, root, reads, writes; /* whether this rank's tensor is read, and whether it gets a result */
     int by_part; /* 1: each rank reduces its part of a chunk and publishes it; 0: each reduces all */
+    int is_over; /* 1: of one rank, which has no other one to exchange anything with */
     char *source, *out; /* the tensor and the result; NULL: none */
     char *memory[2];    /* of both, as they were given; NULL: none, or not used */
 } Call;
@@ -228,6 +230,8 @@ typedef struct {
     int streams;            /* whether the slot was written past the cache */
     float costs[SIZES][2][2]; /* by size, by that, and by use: ns per byte; 0: not known */
     unsigned copies;
+    int64_t *shared;         /* with their engine, as the next two: functions that wait once for late ranks, and that */
+    PyObject *wait, *failed; /* end the engine after an error and return the error to raise */
     Group *group;
 } Slots;
 
@@ -567,7 +571,9 @@ static int64_t describe_call(Call *call, const Group *group, PyObject *const *ar
     const int dtype = describe_both(call, group, args[0], args[1]);
     if (dtype < 0) return DECLINED;
     const int64_t nbytes = call->count * (int64_t)ITEM[dtype];
-    if (nbytes > most || (collective != ALL_REDUCE && nbytes > group->slot_bytes)) return DECLINED;
+    if ((nbytes > most || (collective != ALL_REDUCE && nbytes > group->slot_bytes)) &&
+        (group->size > 1 || call->source != call->out)) /* one rank keeps its tensor as it is */
+        return DECLINED;
     const int64_t count = RULES[collective].in_rows ? call->count / group->size : call->count;
     call->how = (Reduction){dtype, SUM, 1};
     call->code += ((collective * 16LL + dtype) << 55) + count;
@@ -578,11 +584,9 @@ static int64_t describe_call(Call *call, const Group *group, PyObject *const *ar
     return count * (int64_t)ITEM[dtype];
 }
 
-/* ---- Collectives of an engine: "bound" is (slots, wait, shared), of which "wait" waits once for late ranks ---- */
+/* ---- Collectives of an engine: "bound" is (slots, wait, failed, shared), of which the slots refer to the others ---- */
 
 static Slots *slots_of(PyObject *bound) { return PyCapsule_GetPointer(PyTuple_GetItem(bound, 0), "slots"); }
-
-static int64_t *shared_of(PyObject *bound) { return (int64_t *)PyByteArray_AsString(PyTuple_GetItem(bound, 2)); }
 
 /* Return whether a tensor of a call that was begun has been freed, or has other memory. */
 static int has_moved(const Slots *slots) {
@@ -596,9 +600,7 @@ static int has_moved(const Slots *slots) {
 }
 
 /* Go on until the collective is over; without "waits", only if no rank is late. An error leaves it unfinished. */
-static int finish(PyObject *bound, int waits) {
-    Slots *slots = slots_of(bound);
-    int64_t *shared = shared_of(bound);
+static int finish(Slots *slots, int waits) {
     for (;;) {
         if (has_moved(slots)) {
             if (waits)
@@ -606,13 +608,13 @@ static int finish(PyObject *bound, int waits) {
                                                   "ran; expected that after wait()");
             return MISMATCHED;
         }
-        int status = go_on(slots, waits);
-        if (status == DONE && shared[BEGUN]) {
+        int status = slots->call.is_over ? DONE : go_on(slots, waits);
+        if (status == DONE && slots->shared[BEGUN]) {
             release_tensors(slots);
-            shared[BEGUN] = 0;
+            slots->shared[BEGUN] = 0;
         }
         if (status == DONE || !waits) return status;
-        PyObject *none = PyObject_CallNoArgs(PyTuple_GetItem(bound, 1));
+        PyObject *none = PyObject_CallNoArgs(slots->wait);
         if (none == NULL) return status;
         Py_DECREF(none);
     }
@@ -627,10 +629,9 @@ static int is_held(const int64_t *shared, int counts) {
 }
 
 /* Publish a collective of tensor, result and option; return its number, or DECLINED with nothing done. */
-static int64_t publish_call(PyObject *bound, int collective, PyObject *const *args, int64_t most, int counts,
+static int64_t publish_call(Slots *slots, int collective, PyObject *const *args, int64_t most, int counts,
                             int by_parts) {
-    Slots *slots = slots_of(bound);
-    int64_t *shared = shared_of(bound);
+    int64_t *shared = slots->shared;
     Call call = {.collective = collective};
     const int64_t nbytes = describe_call(&call, slots->group, args, most < 0 ? shared[LIMITS + collective] : most);
     if (nbytes < 0 || (call.by_part && !by_parts)) return DECLINED;
@@ -640,40 +641,53 @@ static int64_t publish_call(PyObject *bound, int collective, PyObject *const *ar
     if (collective == ALL_REDUCE && call.source != call.out && call.source < call.out + all &&
         call.out < call.source + all) /* a chunk of the result may overlap operands of later ones */
         call.source = memmove(call.out, call.source, (size_t)all);
+    call.is_over = slots->group->size == 1 && (call.source == call.out || all < (int64_t)RELEASE_BYTES);
     slots->call = call;
     slots->sequence = shared[SEQUENCE];
     slots->done = slots->arrived = 0;
-    publish_chunk(slots);
+    if (!call.is_over) publish_chunk(slots);
+    else if (call.source != call.out) memmove(call.out, call.source, (size_t)all);
     return slots->sequence;
 }
 
-static int collective_of(PyObject *const *args, Py_ssize_t given) {
-    const int64_t collective = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
-    if (collective >= 0 && collective <= BARRIER) return (int)collective;
-    PyErr_Format(PyExc_TypeError, "expected collective, tensor, result, option");
-    return -1;
+/* Raise the error with which the engine ends after the present one. */
+static PyObject *raise_failure(const Slots *slots) {
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL) PyException_SetTraceback(error, traceback);
+    PyObject *reason = PyObject_CallFunctionObjArgs(slots->failed, error, NULL);
+    if (reason != NULL) PyErr_SetObject((PyObject *)Py_TYPE(reason), reason);
+    Py_XDECREF(reason);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+    return NULL;
 }
 
 /* Publish a collective, and end it if "waits"; else leave it begun, unless the one before is not over. A caller that
    gives the most bytes of a tensor holds the lock and has counted the call. */
 static PyObject *start(PyObject *bound, PyObject *const *args, Py_ssize_t given, int waits) {
     Slots *slots = slots_of(bound);
-    int64_t *shared = shared_of(bound);
-    const int collective = collective_of(args, given), counts = given != 5;
+    int64_t *shared = slots->shared;
+    const long collective = given == 4 || given == 5 ? PyLong_AsLong(args[0]) : -1;
+    if (collective < 0 || collective > BARRIER)
+        return PyErr_Format(PyExc_TypeError, "expected collective, tensor, result, option");
+    const int counts = given != 5;
     const int64_t most = counts ? -1 : PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred()) return NULL;
+    if (!counts && PyErr_Occurred()) return NULL;
     if (is_held(shared, counts)) return PyLong_FromLong(HELD);
     shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
-    int64_t status = shared[BEGUN] ? finish(bound, waits) : DONE;
-    if (status == DONE) status = publish_call(bound, collective, args + 1, most, counts, waits);
+    int64_t status = shared[BEGUN] ? finish(slots, waits) : DONE;
+    if (status == DONE) status = publish_call(slots, (int)collective, args + 1, most, counts, waits);
     else if (!waits) status = HELD;
-    if (status > 0 && waits) status = finish(bound, 1);
+    if (status > 0 && waits) status = finish(slots, 1);
     else if (status > 0) {
         shared[BEGUN] = status;
         for (int i = 0; i < 2; i++) slots->tensors[i] = Py_NewRef(args[1 + i]);
     }
     shared[RUNNING] = 0;
-    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(status);
+    return PyErr_Occurred() ? raise_failure(slots) : PyLong_FromLongLong(status);
 }
 
 static PyObject *run(PyObject *bound, PyObject *const *args, Py_ssize_t given) { return start(bound, args, given, 1); }
@@ -682,15 +696,16 @@ static PyObject *begin(PyObject *bound, PyObject *const *args, Py_ssize_t given)
 
 static PyObject *end(PyObject *bound, PyObject *const *args, Py_ssize_t given) {
     if (given != 2) return PyErr_Format(PyExc_TypeError, "expected number, waits");
-    int64_t *shared = shared_of(bound);
+    Slots *slots = slots_of(bound);
+    int64_t *shared = slots->shared;
     const int64_t number = PyLong_AsLongLong(args[0]);
     if (PyErr_Occurred()) return NULL;
     if (shared[BEGUN] != number) return PyLong_FromLong(DONE);
     if (shared[RUNNING]) return PyLong_FromLong(HELD);
     shared[RUNNING] = (int64_t)PyThread_get_thread_ident();
-    int status = finish(bound, PyObject_IsTrue(args[1]));
+    int status = finish(slots, PyObject_IsTrue(args[1]));
     shared[RUNNING] = 0;
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(status);
+    return PyErr_Occurred() ? raise_failure(slots) : PyLong_FromLong(status);
 }
 
 #define FAST(name, text) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
@@ -701,9 +716,14 @@ static PyMethodDef calls[] = {
 };
 
 static PyObject *caller(PyObject *Py_UNUSED(module), PyObject *bound) {
-    if (!PyTuple_Check(bound) || PyTuple_Size(bound) != 3 || !PyCapsule_IsValid(PyTuple_GetItem(bound, 0), "slots") ||
-        !PyByteArray_Check(PyTuple_GetItem(bound, 2)) || PyByteArray_Size(PyTuple_GetItem(bound, 2)) != 8 * SHARED)
-        return PyErr_Format(PyExc_TypeError, "expected (slots, wait, bytearray of %d integers)", SHARED);
+    Slots *slots = NULL;
+    PyObject *shared = PyTuple_Check(bound) && PyTuple_Size(bound) == 4 ? PyTuple_GetItem(bound, 3) : NULL;
+    if (shared != NULL && PyByteArray_Check(shared) && PyByteArray_Size(shared) == 8 * SHARED) slots = slots_of(bound);
+    if (slots == NULL || slots->shared != NULL)
+        return PyErr_Format(PyExc_TypeError, "expected (new slots, wait, failed, bytearray of %d integers)", SHARED);
+    slots->shared = (int64_t *)PyByteArray_AsString(shared);
+    slots->wait = PyTuple_GetItem(bound, 1);
+    slots->failed = PyTuple_GetItem(bound, 2);
     return Py_BuildValue("NNN", PyCFunction_NewEx(&calls[0], bound, NULL), PyCFunction_NewEx(&calls[1], bound, NULL),
                          PyCFunction_NewEx(&calls[2], bound, NULL));
 }
@@ -828,7 +848,7 @@ static PyObject *checksum(PyObject *Py_UNUSED(module), PyObject *const *args, Py
 static PyMethodDef functions[] = {
     {"open_slots", open_slots, METH_O, "Return a handle of a packed group of ranks."},
     FAST(use_tensors, "Take the functions and types of tensors; return whether `collective` can use them."),
-    {"caller", caller, METH_O, "Return the functions run, begin and end of an engine: (slots, wait, shared)."},
+    {"caller", caller, METH_O, "Return the functions run, begin and end of an engine: (slots, wait, failed, shared)."},
     FAST(exchange, "Publish this rank's slot and wait a little for the others; return 0, -1 or -2."),
     {"state", state, METH_O, "Return exchanges; number and code of the last call; when all ranks had begun it."},
     {"yield_at_most", yield_at_most, METH_O, "Limit the yields of this thread in one wait."},

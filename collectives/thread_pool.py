@@ -14,17 +14,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+
+class ProcessLock:
+    """Lock of a module, a new one in a forked process: threads of its parent may have held it."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self.locked = self._lock.locked
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
-_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked process, whose parent's threads may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_lock = ProcessLock()
 
 
 def run(calls: Sequence[Callable[[], None]]) -> None:

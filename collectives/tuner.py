@@ -85,7 +85,7 @@ class Table:
     def choose(
         self, collective: str, nbytes: int, size: int, transport: str, hosts: int = 1, *, streams: bool = False
     ) -> Choice:
-        """Return the algorithm for a call, always the same for the same arguments.
+        """Return the algorithm for a call, "shared" or another one, always the same for the same arguments.
 
         Args:
             collective: one of `TUNED`.
@@ -94,11 +94,7 @@ class Table:
             size: number of ranks.
             transport: one of `TRANSPORTS`.
             hosts: number of hosts.
-            streams: whether the slots can take tensors of any size, in chunks; without a measurement, two
-                ranks do so.
-
-        Returns:
-            "shared", or an algorithm that `gangline.collectives.algorithms.build` accepts for the collective.
+            streams: whether the slots can take tensors of any size; without a measurement, two ranks then do so.
         """
         key = (collective, transport, size, hosts)
         ready = self._ready.get(key)

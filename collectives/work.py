@@ -26,7 +26,6 @@ _log = logging.getLogger("gangline")
 _POLL_SECONDS, _POLLING_SECONDS = 0.0005, 0.02  # polling interval of a queue's thread; duration after a call
 _BACKGROUND_YIELDS = 20  # in a wait of `gangline._core`: other threads of the process may compute
 _thread = threading.local()
-_forks = 0  # number of forks since the first process
 
 
 class NoThreadError(RuntimeError):
@@ -72,14 +71,11 @@ class GuardedLock:
 class Work:
     """Handle of an asynchronous operation. The operation's tensors must not be used before `wait` has returned."""
 
-    def __init__(self, name: str, join: Callable[[], None] | None = None, result: Any = None) -> None:
-        """Create the handle of a running operation.
+    forks = 0
+    """Number of forks between the first process and this one."""
 
-        Args:
-            name: name of the operation, for error messages.
-            join: function that orders the waiter's GPU streams after the operation; None: it uses no GPU.
-            result: initial value of `result`.
-        """
+    def __init__(self, name: str, join: Callable[[], None] | None = None, result: Any = None) -> None:
+        """Create the handle of a running operation; ``join`` orders the waiter's GPU streams after it, if any."""
         self.result = result
         """Result of the operation, valid after `wait`; None if it has none."""
         self._name = name
@@ -91,7 +87,7 @@ class Work:
         """Runs the operation in this thread, if no other one has begun it; None: that is not allowed."""
         self.wake: Callable[[], None] | None = None
         """Makes the queue's thread run the operation now, if nobody may call `queued` soon; None: it is awake."""
-        self._forks = _forks
+        self._forks = Work.forks
         self._running = threading.Lock()  # held until the operation is over
         self._running.acquire()
 
@@ -119,7 +115,7 @@ class Work:
             Exception: the error that the operation raised.
         """
         if not self._is_over:
-            if self._forks != _forks:
+            if self._forks != Work.forks:
                 raise RuntimeError(
                     f"{self._name} was running when this process was forked from {os.getppid()}, where it ends: wait "
                     "for it there, or start the child with multiprocessing's 'spawn' or 'forkserver' method"
@@ -423,8 +419,7 @@ def _recorded(operation: Callable[[], None], work: Work) -> Callable[[], None]:
 
 def _start_in_child() -> None:
     """Empty the queues of a forked process, which has none of their threads."""
-    global _forks
-    _forks += 1
+    Work.forks += 1
     for queue in list(_queues):
         queue._set_up()
 

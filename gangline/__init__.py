@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from gangline.kvstore.context import num_gpus as num_gpus
     from gangline.kvstore.errors import DiskFullError as DiskFullError
     from gangline.kvstore.interface import KVStore as KVStore
+    from gangline.kvstore.local_steps import LocalSteps as LocalSteps
     from gangline.kvstore.optimizer.spec import OptimizerSpec as OptimizerSpec
+    from gangline.kvstore.parameter_server.reader import Reader as Reader
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
     from gangline.kvstore.registry import create as create
     from gangline.kvstore.sparse import RowSparse as RowSparse
@@ -70,8 +72,10 @@ _HOMES = {
     "kvstore.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
     "kvstore.errors": ("DiskFullError",),
     "kvstore.interface": ("KVStore",),
+    "kvstore.local_steps": ("LocalSteps",),
     "launcher.functions": ("launch",),
     "kvstore.optimizer.spec": ("OptimizerSpec",),
+    "kvstore.parameter_server.reader": ("Reader",),
     "kvstore.reducer.distributed_optimizer": ("DistributedOptimizer",),
     "kvstore.registry": ("create",),
     "kvstore.sparse": ("RowSparse",),

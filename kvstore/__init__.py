@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gangline.kvstore.interface import KVStore
+    from gangline.kvstore.local_steps import LocalSteps
     from gangline.kvstore.optimizer.spec import OptimizerSpec
     from gangline.kvstore.reducer.distributed_optimizer import DistributedOptimizer
     from gangline.kvstore.registry import create, register
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "DistributedOptimizer": "reducer.distributed_optimizer",
     "KVStore": "interface",
+    "LocalSteps": "local_steps",
     "OptimizerSpec": "optimizer.spec",
     "RowSparse": "sparse",
     "Trainer": "trainer",
@@ -25,7 +27,16 @@ _MODULES = {
     "register": "registry",
 }
 
-__all__ = ["DistributedOptimizer", "KVStore", "OptimizerSpec", "RowSparse", "Trainer", "create", "register"]
+__all__ = [
+    "DistributedOptimizer",
+    "KVStore",
+    "LocalSteps",
+    "OptimizerSpec",
+    "RowSparse",
+    "Trainer",
+    "create",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter, eq
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,12 +20,15 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse
 
 _V = TypeVar("_V")
+_Parsed = TypeVar("_Parsed", bound=Sequence[Any])
 _shape_and_dtype, _layout, _device = attrgetter("shape", "dtype"), attrgetter("layout"), attrgetter("device")
 Value = torch.Tensor | RowSparse
 Pairs = Sequence[tuple[Key, list[torch.Tensor]]]
 """Keys with their tensors, one tensor per device."""
 Pushed = Sequence[tuple[Key, list[Value]]]
 """Keys with their values to push, one value per device; no values for a key that this worker leaves out."""
+Layout = Mapping[Key, tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of each key."""
 RowPulls = list[tuple[Key, list[tuple[Value, torch.Tensor]]]]
 """Keys with (output, row numbers)."""
 
@@ -80,9 +85,7 @@ def outs(key: Any, out: Any) -> Pairs:
     return [(one, [_writable(one, tensor) for tensor in many]) for one, many in _grouped(key, out)]
 
 
-def by_position(
-    key: Any, value: Any, layout: Mapping[Key, tuple[torch.Size, torch.dtype]], *, written: bool
-) -> ByPosition | None:
+def by_position(key: Any, value: Any, layout: Layout, *, written: bool) -> ByPosition | None:
     """Return a list of keys with equal numbers of tensors, if all are dense and match the layout; None otherwise.
 
     It does what `pushed`, `outs` and `check_like` do, for many keys in a fraction of their time: no Python code runs
@@ -102,6 +105,40 @@ def by_position(
         if written and not all(map(torch.Tensor.is_contiguous, of_position)):
             return None
     return ByPosition([*key], tensors) if tensors else None
+
+
+def checked(parse: Callable[[Any, Any], _Parsed], key: Any, value: Any, layout: Layout) -> _Parsed:
+    """Return keys with their values by `pushed` or `outs`, after all checks."""
+    if type(key) is str or type(key) is int:  # what `parse` and `check_pairs` do, without a call for each tensor
+        tensors: Any = [*value] if type(value) is list or type(value) is tuple else [value]
+        for one in tensors:
+            if (
+                type(one) is not torch.Tensor
+                or (one.shape, one.dtype) != layout.get(key)
+                or one.layout is not torch.strided
+                or one.requires_grad
+                or not (parse is pushed or one.is_contiguous())
+            ):
+                break
+        else:
+            if tensors:
+                return [(key, tensors)]  # type: ignore[return-value]  # a cast would be a call
+    pairs: Any = by_position(key, value, layout, written=parse is outs)
+    if pairs is None:
+        pairs = parse(key, value)
+        check_pairs(pairs, layout)
+    return pairs  # type: ignore[no-any-return]
+
+
+def check_pairs(pairs: Iterable[tuple[Key, Sequence[Value]]], layout: Layout) -> None:
+    """Raise KeyError for a key that the layout lacks, ValueError for a value of another shape or dtype."""
+    for key, tensors in pairs:
+        if key not in layout:
+            known = list(layout)
+            shown = f"{known[:20]}{' ...' if len(known) > 20 else ''}"
+            raise KeyError(f"key {key!r} was not initialised; known keys: {shown}")
+        for tensor in tensors:
+            check_like(key, tensor, *layout[key])
 
 
 def row_pulls(key: Any, out: Any, row_ids: Any) -> list[tuple[Key, list[tuple[Value, Any]]]]:
@@ -294,4 +331,16 @@ def free_memory(device: torch.device) -> float:
     """Return the free bytes of a device; on the host, this worker's part of the available memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def available_memory() -> int:
+    """Return the free bytes of this host, or of this container if its memory is limited."""
+    free: int = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no cgroup, or one without limit ("max")
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = sum(int(counts.get(name, 0)) for name in ("active_file", "inactive_file"))
+        free = min(free, max(limit - used + cached, 0))
+    return free

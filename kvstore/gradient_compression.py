@@ -9,11 +9,9 @@ from typing import TypeGuard
 
 import torch
 
-from gangline.kvstore.arguments import Pushed, Value, check_like
+from gangline.kvstore.arguments import Layout, Pushed, Value, check_like
 from gangline.kvstore.compression import Compression, check, compress_checked
 from gangline.kvstore.optimizer.spec import Key
-
-_Layout = Mapping[Key, tuple[torch.Size, torch.dtype]]
 
 
 class CompressedPushes:
@@ -77,7 +75,7 @@ class CompressedPushes:
         }
 
     @torch.inference_mode(mode=False)
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: _Layout) -> None:
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor], layout: Layout) -> None:
         """Replace all residuals; raise ValueError, before any change, if one does not fit ``layout``."""
         loaded = {}
         for name, residual in residuals.items():

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -21,13 +21,13 @@ from gangline.kvstore.arguments import (
     Pairs,
     Pushed,
     RowPulls,
-    Value,
     by_key,
-    by_position,
     check_flat,
     check_like,
     check_mean,
+    check_pairs,
     check_shard,
+    checked,
     checked_priority,
     dense,
     keys_of,
@@ -42,7 +42,7 @@ from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.default_store import num_workers
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.group.worker_group import WorkerGroup
-from gangline.kvstore.optimizer import files
+from gangline.kvstore.optimizer import files, state_parts
 from gangline.kvstore.optimizer.group import OptimizerGroup, OptimizerGroups
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate, check_not_negative
@@ -51,9 +51,9 @@ from gangline.kvstore.workload import split_batch
 
 _log = logging.getLogger("gangline")
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-_Parsed = TypeVar("_Parsed", bound=Sequence[Any])
 _Result = TypeVar("_Result")
 
+_NO_OPTIMIZER = "runs no optimizer; expected a store that does, such as 'local' or 'device'"
 Updater = Callable[[Key, Any, torch.Tensor], None]
 """(key, sum of a push, stored value); the sum is a `RowSparse` if only row-sparse values were pushed."""
 
@@ -116,7 +116,6 @@ class KVStore(abc.ABC):
         self._layout: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._layout_lock = GuardedLock()
         self._buckets: weakref.WeakSet[Bucket] = weakref.WeakSet()  # fused, so checked against the layout
-        self._pending: dict[Key, Work] = {}  # pushes that wait for update(), under clip_global_norm
         self._compressed: CompressedPushes | None = None
         self._groups = OptimizerGroups()
         self._attached: dict[Key, str] = {}  # the kind of front that has attached a key
@@ -261,6 +260,52 @@ class KVStore(abc.ABC):
         self._check_open()
         return self.rank
 
+    @property
+    def address(self) -> str:
+        """Address for `gangline.Reader`, HOST:PORT; "" if the store has no servers."""
+        return ""
+
+    def publish(self, version: int, extra: Mapping[Key, torch.Tensor] | None = None) -> None:
+        """Keep the current values of all keys on the servers, for readers: `gangline.Reader`. Worker 0 alone calls it.
+
+        They are the values after this worker's last push of each key, and after `update`. The call does not wait for
+        the other workers' pushes. Servers keep the two newest versions that are whole.
+
+        Args:
+            version: number of the version, 0 or more, above those before. A worker 0 that was restarted alone may
+                repeat versions, without an effect.
+            extra: host tensors of further names that belong to the version, such as a network's buffers.
+
+        Raises:
+            RuntimeError: on another worker than 0, in stores other than ``dist_sync``, and if a push waits for
+                `update`.
+            ValueError: if the version is not above the last one, or a name of ``extra`` is a key of the store.
+
+        For example:
+
+            for step in range(steps):
+                kv.pushpull(keys, gradients(step), weights)
+                if step % 100 == 0 and kv.rank == 0:
+                    kv.publish(step, dict(network.named_buffers()))
+        """
+        self._check_open()
+        if type(version) is not int:
+            raise TypeError(f"version is {version!r}; expected an int")
+        if not 0 <= version < 1 << 62:
+            raise ValueError(f"version is {version}; expected 0 or more")
+        extra = {} if extra is None else extra
+        for key, value in extra.items():
+            if not isinstance(key, (str, int)) or not isinstance(value, torch.Tensor):
+                raise TypeError(f"extra has {key!r}: a {type(value).__name__}; expected tensors by str or int")
+            if key in self._layout:
+                raise ValueError(f"extra has key {key!r}, which the store holds; expected other names")
+        self._publish(version, extra)
+
+    def _publish(self, version: int, extra: Mapping[Key, torch.Tensor]) -> None:  # noqa: ARG002
+        raise RuntimeError(
+            f"a {self.type!r} store has no servers that keep version {version} for readers; expected dist_sync"
+        )
+
     def dead_nodes(self) -> list[str]:
         """Return the names of workers and servers known to be dead, such as ``"worker 1"``."""
         return []
@@ -335,15 +380,13 @@ class KVStore(abc.ABC):
             kv.push("weight", [network.weight.grad for network in replicas])
         """
         self._check_open()
-        pairs = self._checked_pairs(pushed, key, value)
-        priority = checked_priority(priority)
+        pairs = checked(pushed, key, value, self._layout)
+        if type(priority) is not int:
+            priority = checked_priority(priority)
         if not self._groups.all:
             return self._push(pairs, priority, async_op)
-        group = self._groups.of_keys(keys := keys_of(pairs))
-        if group is None or not group.updates_wait:
-            return self._push(pairs, priority, async_op)
-        self._check_pushed_once(keys)
-        return self._note_pending(keys, self._push(pairs, priority, async_op))
+        self._groups.of_keys(keys := keys_of(pairs))
+        return self._push_once(keys, partial(self._push, pairs, priority, async_op))
 
     def pull(
         self,
@@ -372,10 +415,12 @@ class KVStore(abc.ABC):
             kv.pull("weight", [network.weight for network in replicas])
         """
         self._check_open()
-        pairs = self._checked_pairs(outs, key, out)
+        pairs = checked(outs, key, out, self._layout)
         if self._groups.updates_wait:
             self._check_not_pending(keys_of(pairs))
-        return self._pull(pairs, checked_priority(priority), async_op)
+        if type(priority) is not int:
+            priority = checked_priority(priority)
+        return self._pull(pairs, priority, async_op)
 
     @refused_on_all_ranks
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0, *, async_op: bool = False) -> Work:
@@ -396,8 +441,8 @@ class KVStore(abc.ABC):
             kv.pushpull("gradient", [a, b])  # all-reduce: a and b both become a + b
         """
         self._check_open()
-        values = self._checked_pairs(pushed, key, value)
-        targets = self._checked_pairs(outs, key, value if out is None else out)
+        values = checked(pushed, key, value, self._layout)
+        targets = checked(outs, key, value if out is None else out, self._layout)
         group = self._groups.of_keys(keys_of(values)) if self._groups.all else None
         if group is not None and group.updates_wait:
             raise ValueError(
@@ -459,12 +504,12 @@ class KVStore(abc.ABC):
         if row_ids is None:
             raise TypeError("row_sparse_pull() got no row_ids; expected the rows' numbers (pull() gives all rows)")
         pulls = row_pulls(key, out, row_ids)
-        self._check([(one, [target for target, _ in targets]) for one, targets in pulls])
+        check_pairs([(one, [target for target, _ in targets]) for one, targets in pulls], self._layout)
         checked = [
             (one, [(target, checked_rows(ids, target.shape, f"key {one!r}")) for target, ids in targets])
             for one, targets in pulls
         ]
-        self._check_not_pending([one for one, _ in pulls])
+        self._check_not_pending(keys_of(pulls))
         return self._row_sparse_pull(checked, checked_priority(priority), async_op)
 
     # Optimizer
@@ -539,7 +584,6 @@ class KVStore(abc.ABC):
         group = OptimizerGroup(self, number, spec, keys, owner)
         self._set_optimizer(group)
         self._groups.add(group)
-        self._pending = {key: work for key, work in self._pending.items() if self._groups.of(key) is not group}
         return group
 
     def set_updater(self, updater: Updater) -> None:  # noqa: ARG002  refused here
@@ -579,7 +623,7 @@ class KVStore(abc.ABC):
         for one in [*self._groups.all.values()] if group is None else [group]:
             if one.updates_wait:
                 action(one)
-                self._pending = {key: work for key, work in self._pending.items() if self._groups.of(key) is not one}
+                one.pending.clear()
 
     @property
     def learning_rate(self) -> float:
@@ -593,7 +637,8 @@ class KVStore(abc.ABC):
     def learning_rate_of(self, group: OptimizerGroup | None) -> float:
         """Return the learning rate of a group; None: of the only optimizer."""
         self._check_open()
-        return self._rate_of(self._group_for("learning_rate", group))
+        group = self._group_for("learning_rate", group)
+        return self._rate_of(group)
 
     def set_learning_rate(self, learning_rate: float, *, group: OptimizerGroup | None = None) -> None:
         """Set the learning rate from the next push on; with several workers, rank 0's value is used.
@@ -611,7 +656,8 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         check_learning_rate(learning_rate)
-        self._set_rate(self._group_for("set_learning_rate", group), float(learning_rate))
+        group = self._group_for("set_learning_rate", group)
+        self._set_rate(group, float(learning_rate))
 
     def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:
         """Write the optimizer's state to a safetensors file; an existing file is replaced atomically.
@@ -644,7 +690,7 @@ class KVStore(abc.ABC):
             ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
         """
         self._check_open()
-        self._load_state(self._group_for("load_optimizer_states", group), lambda: read_optimizer_states(path))
+        self._load_file(self._group_for("load_optimizer_states", group), Path(path))
 
     # Compression
 
@@ -780,7 +826,7 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         pairs = dense(single(key, value))
-        self._check(pairs)
+        check_pairs(pairs, self._layout)
         self._assign(pairs)
 
     @refused_on_all_ranks
@@ -802,14 +848,13 @@ class KVStore(abc.ABC):
         """
         self._check_open()
         pairs = pushed_or_none(key, value)
-        self._check(pairs)
+        check_pairs(pairs, self._layout)
         check_not_negative("weight", weight)
         for one, _ in pairs:
             check_mean(one, self._layout[one][1])
         priority = checked_priority(priority)
-        self._groups.of_keys(one for one, _ in pairs)
-        keys = self._check_pushed_once([one for one, _ in pairs])
-        return self._note_pending(keys, self._push_weighted(pairs, float(weight), priority, async_op))
+        self._groups.of_keys(keys := keys_of(pairs))
+        return self._push_once(keys, partial(self._push_weighted, pairs, float(weight), priority, async_op))
 
     @refused_on_all_ranks
     def fuse(self, bucket: Bucket, flat: torch.Tensor | None = None) -> None:
@@ -869,8 +914,10 @@ class KVStore(abc.ABC):
             check_not_negative("weight", weight)
             check_mean(bucket.keys[0], bucket.dtype)
             weight = float(weight)
-        self._check_pushed_once(present)
-        return self._note_pending(present, self._push_bucket(bucket, values, present, weight, priority, async_op))
+        if not self.updates_wait:
+            return self._push_bucket(bucket, values, present, weight, priority, async_op)
+        push = partial(self._push_bucket, bucket, values, present, weight, priority, async_op)
+        return self._push_once(present, push)
 
     def refuse(self, call: str, error: Exception, keys: Bucket | Key | None = None) -> None:
         """Report that this worker cannot make a call; the workers that make it raise the error. Collective.
@@ -939,7 +986,8 @@ class KVStore(abc.ABC):
             RuntimeError: without an optimizer, or with several and without ``group``.
         """
         self._check_open()
-        return self._state_of(self._group_for("optimizer_state", group))
+        group = self._group_for("optimizer_state", group)
+        return self._state_of(group)
 
     @refused_on_all_ranks
     def load_optimizer_state(self, state: OptimizerState, *, group: OptimizerGroup | None = None) -> None:
@@ -954,7 +1002,8 @@ class KVStore(abc.ABC):
             RuntimeError: without an optimizer, or with several and without ``group``.
         """
         self._check_open()
-        self._load_state(self._group_for("load_optimizer_state", group), lambda: state)
+        group = self._group_for("load_optimizer_state", group)
+        self._load_state(group, lambda: state)
 
     # What a store implements; arguments are checked already
 
@@ -1033,28 +1082,22 @@ class KVStore(abc.ABC):
             )
 
     def _set_optimizer(self, group: OptimizerGroup) -> None:  # noqa: ARG002  refused here
-        raise ValueError(self._no_optimizer())
+        raise ValueError(f"a {self.type!r} store {_NO_OPTIMIZER}")
 
-    def _rate_of(self, group: OptimizerGroup) -> float:  # noqa: ARG002  refused here
-        raise RuntimeError(self._no_optimizer())
+    def _load_file(self, group: OptimizerGroup, path: Path) -> None:
+        """Load a group's state from rank 0's file."""
+        self._load_state(group, lambda: state_parts.load_whole(path))
 
-    def _set_rate(self, group: OptimizerGroup, rate: float) -> None:  # noqa: ARG002  refused here
-        raise RuntimeError(self._no_optimizer())
-
-    def _state_of(self, group: OptimizerGroup) -> OptimizerState:  # noqa: ARG002  refused here
-        raise RuntimeError(self._no_optimizer())
-
-    def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:  # noqa: ARG002  refused here
-        """Load the state that ``read`` returns on rank 0."""
-        raise RuntimeError(self._no_optimizer())
-
-    def _update(self, group: OptimizerGroup) -> None:  # noqa: ARG002  refused here
-        """Clip and apply the pending pushes of a group."""
-        raise RuntimeError(self._no_optimizer())
-
-    def _drop_updates(self, group: OptimizerGroup) -> None:  # noqa: ARG002  refused here
-        """Discard the pending pushes of a group."""
-        raise RuntimeError(self._no_optimizer())
+    # Of a store with an optimizer, once `_set_optimizer` has returned
+    _rate_of: Callable[[OptimizerGroup], float]
+    _set_rate: Callable[[OptimizerGroup, float], None]
+    _state_of: Callable[[OptimizerGroup], OptimizerState]
+    _load_state: Callable[[OptimizerGroup, Callable[[], OptimizerState]], None]
+    """Load the state that the function returns on rank 0."""
+    _update: Callable[[OptimizerGroup], None]
+    """Clip and apply the pending pushes of a group; missing in a store without ``clip_global_norm``."""
+    _drop_updates: Callable[[OptimizerGroup], None]
+    """Discard the pending pushes of a group."""
 
     def _set_compression(self, compression: Compression | None) -> None:
         if compression is not None:
@@ -1086,36 +1129,9 @@ class KVStore(abc.ABC):
             return True
         return False
 
-    def _checked_pairs(self, parse: Callable[[Any, Any], _Parsed], key: Any, value: Any) -> _Parsed:
-        """Return keys with their values by `pushed` or `outs`, after all checks."""
-        if (
-            type(value) is torch.Tensor
-            and (type(key) is str or type(key) is int)
-            and (value.shape, value.dtype) == self._layout.get(key)
-            and value.layout is torch.strided
-            and not value.requires_grad
-            and (parse is pushed or value.is_contiguous())
-        ):
-            single: Any = [(key, [value])]
-            return single  # type: ignore[no-any-return]
-        pairs = cast("_Parsed | None", by_position(key, value, self._layout, written=parse is outs))
-        if pairs is None:
-            pairs = parse(key, value)
-            self._check(pairs)
-        return pairs
-
-    def _check(self, pairs: Sequence[tuple[Key, Sequence[Value]]]) -> None:
-        for key, tensors in pairs:
-            if key not in self._layout:
-                known = list(self._layout)
-                shown = f"{known[:20]}{' ...' if len(known) > 20 else ''}"
-                raise KeyError(f"key {key!r} was not initialised; known keys: {shown}")
-            for tensor in tensors:
-                check_like(key, tensor, *self._layout[key])
-
     def _check_bucket(self, bucket: Bucket) -> None:
         meta = bucket.empty(torch.device("meta"))
-        self._check([(key, [view]) for key, view in bucket.views(meta).items()])
+        check_pairs([(key, [view]) for key, view in bucket.views(meta).items()], self._layout)
 
     def _check_clips_together(self) -> None:
         if self.is_async:
@@ -1123,29 +1139,24 @@ class KVStore(abc.ABC):
                 f"clip_global_norm needs the sums of all workers, but in a {self.type!r} store each push updates by "
                 "itself; expected a sync store, or clip_norm or clip_gradient"
             )
-        if type(self)._update is KVStore._update:
+        if not hasattr(self, "_update"):
             raise ValueError(f"a {self.type!r} store does not clip by clip_global_norm; use clip_norm or clip_gradient")
 
-    def _check_pushed_once(self, keys: list[Key]) -> list[Key]:
-        """Return the keys; raise ValueError if one has a push that waits for `update`."""
-        twice = self._pending_among(keys)
-        if twice:
+    def _push_once(self, keys: Collection[Key], push: Callable[[], Work]) -> Work:
+        """Make a push of keys; with ``clip_global_norm`` they then wait for `update`, and only one push each may."""
+        if twice := self._pending_among(keys):
             raise ValueError(
                 f"keys {twice} were pushed already, and clip_global_norm delays their update until update(); call it, "
                 "or drop_updates(), before the next push"
             )
-        return keys
-
-    def _note_pending(self, keys: Iterable[Key], work: Work) -> Work:
-        """Mark keys as waiting for `update` unless their push fails (clip_global_norm only); return the push's Work."""
-        if self.updates_wait:
-            waiting = [key for key in keys if (group := self._groups.of(key)) is not None and group.updates_wait]
-            self._pending.update(dict.fromkeys(waiting, work))
+        work = push()
+        for key in keys if self.updates_wait else ():
+            if (group := self._groups.of(key)) is not None and group.updates_wait:
+                group.pending[key] = work
         return work
 
     def _check_not_pending(self, keys: Iterable[Key]) -> None:
-        pending = self._pending_among(keys)
-        if pending:
+        if pending := self._pending_among(keys):
             raise RuntimeError(
                 f"keys {pending} were pulled before update(), which their push waits for because of clip_global_norm; "
                 "call update() first"
@@ -1154,7 +1165,8 @@ class KVStore(abc.ABC):
     def _pending_among(self, keys: Iterable[Key]) -> list[str]:
         if not self.updates_wait:
             return []
-        return sorted(repr(key) for key in self._pending.keys() & set(keys) if self._pending[key].exception() is None)
+        pending = {key: group.pending.get(key) for key in keys if (group := self._groups.of(key)) is not None}
+        return sorted(repr(key) for key, work in pending.items() if work is not None and work.exception() is None)
 
     def _forget(self, keys: Iterable[Key]) -> None:
         """Drop keys whose `init` has failed, so that `init` can be called again."""
@@ -1165,11 +1177,8 @@ class KVStore(abc.ABC):
     def _group_for(self, call: str, group: OptimizerGroup | None) -> OptimizerGroup:
         """Return the group that a call is for; None: the only one. RuntimeError if there are several or none."""
         if not self._groups.all and type(self)._set_optimizer is KVStore._set_optimizer:
-            raise RuntimeError(self._no_optimizer())
+            raise RuntimeError(f"a {self.type!r} store {_NO_OPTIMIZER}")
         return self._groups.only(call) if group is None else group
-
-    def _no_optimizer(self) -> str:
-        return f"a {self.type!r} store runs no optimizer; expected a store that does, such as 'local' or 'device'"
 
 
 def check_kept(state: Any) -> None:
@@ -1179,16 +1188,3 @@ def check_kept(state: Any) -> None:
             "keep() got None, which kept() returns in a first start; expected what the next step depends on, at least "
             "its number"
         )
-
-
-def read_optimizer_states(path: str | Path) -> OptimizerState:
-    """Read a file of `KVStore.save_optimizer_states`.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is damaged or holds no optimizer state.
-    """
-    tensors, header = files.load(Path(path))
-    if "optimizer" not in header:
-        raise ValueError(f"{path} holds no optimizer state; expected a file of save_optimizer_states")
-    return OptimizerState.from_parts(header, tensors)

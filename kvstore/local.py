@@ -238,8 +238,9 @@ class LocalStore(KVStore):
                 self._merge(values)
                 self._copy_out(outs)
 
-        keys, tensors = [*keys_of(values), *keys_of(outs)], chain(tensors_of(values), tensors_of(outs))
-        return self._start("pushpull", pushpull, keys, tensors, priority, async_op)
+        return self._start(
+            "pushpull", pushpull, keys_of(values), chain(tensors_of(values), tensors_of(outs)), priority, async_op
+        )
 
     def _row_sparse_pull(self, pulls: RowPulls, priority: int, async_op: bool) -> Work:
         def pull() -> None:
@@ -331,8 +332,17 @@ class LocalStore(KVStore):
     ) -> Work:
         """Run an operation on tensors after earlier ones that use the same keys, on the GPUs' side streams."""
         self._calls_begun += 1
+        uses_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not async_op and not uses_gpus:
+            was_enabled = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # torch.no_grad() makes nine Python calls
+            try:
+                if self._queue.run_now(operation, name):
+                    return Work.finished(name)
+            finally:
+                torch._C._set_grad_enabled(was_enabled)
         keys = [*dict.fromkeys(keys)]
-        section = self._streams.behind_caller(tensors if torch.cuda.is_initialized() else ())  # type: ignore[no-untyped-call]
+        section = self._streams.behind_caller(tensors if uses_gpus else ())
 
         def run() -> None:
             with torch.no_grad(), section:
@@ -519,6 +529,8 @@ def _rows(values: Sequence[Value]) -> list[RowSparse]:
 
 def _are_apart(values: Pushed, outs: Pairs) -> bool:
     """Return True if no key occurs twice and no output shares memory with another key's value."""
+    if len(values) == len(outs) == 1:
+        return values[0][0] == outs[0][0] and RowSparse not in map(type, values[0][1])
     keys = [key for key, _ in values]
     if len(set(keys)) < len(keys) or keys != [key for key, _ in outs]:
         return False

@@ -18,14 +18,20 @@ ELASTIC = "GANGLINE_ELASTIC"
 """Variable with the minimum and maximum number of workers of an elastic job, such as 1:4."""
 
 LEAVING = "GANGLINE_LEAVING"
-"""Variable of a worker that was started again: 1 if it had been asked to leave."""
+"""Variable of a worker that was started again: 1 if it had been asked to leave, `IF_POSSIBLE` if it has the place of a
+worker of another host, and stays if the job needs it."""
+IF_POSSIBLE = "if possible"
 
 LAUNCHER_FD = "GANGLINE_LAUNCHER_FD"
 """Variable of the scheduler: a pipe to which it writes a line for each process that has left, such as "worker 1",
-`ENTERED` and the name of each worker that takes part from now on in an elastic job, and `LOST` when no process can take
-its place again any more."""
-LOST = b"!"
-ENTERED = b"+"
+`ENTERED` and the name of each worker that takes part from now on in an elastic job, `CAME` or `DIED` and the name of a
+worker of another host, `ASKED` and the identity of a process that asks for the rank of one, and `LOST` when no process
+can take its place again any more."""
+LOST, ENTERED, CAME, DIED, ASKED = b"!", b"+", b"@", b"-", b"?"
+
+ANSWERS_FD = "GANGLINE_ANSWERS_FD"
+"""Variable of the scheduler of an elastic job: a pipe from which it reads the answer to each `ASKED`, a line of JSON:
+identity, rank and variables of the worker, "NAME=VALUE" each."""
 
 KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
 """Variable of a process that may be restarted: descriptor of memory in which its state outlives it."""

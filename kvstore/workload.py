@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -58,14 +59,8 @@ def split_batch(batch_size: int, work_load_list: Sequence[float], minimum: int =
         raise TypeError(f"batch_size is {batch_size!r}; expected an int")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-    return list(_split(batch_size, tuple(_checked(work_load_list)), minimum))
-
-
-@functools.lru_cache  # batches of an epoch have one or two sizes, and fractions take 40 us
-def _split(batch_size: int, work_load_list: tuple[float, ...], minimum: int) -> tuple[slice, ...]:
-    counts = _counts(batch_size, [_exact(load) for load in work_load_list], minimum)
-    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
-    return tuple(slice(end - count, end) for end, count in zip(ends, counts, strict=True))
+    counts = split_within(batch_size, work_load_list, None, minimum)
+    return [slice(end - count, end) for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
 
 
 def split_within(
@@ -79,8 +74,12 @@ def split_within(
         caps: maximum of each share; None: no limit. If all caps together are below ``batch_size``, they are scaled up.
         minimum: smallest share that is not empty.
     """
-    limits = holding(caps or [None] * len(loads), batch_size)
-    free, counts = [_exact(load) for load in _checked(loads)], [0] * len(loads)
+    return list(_sizes(batch_size, tuple(_checked(loads)), tuple(caps or [None] * len(loads)), minimum))
+
+
+@functools.lru_cache  # batches of an epoch have one or two sizes, and fractions take 40 us
+def _sizes(batch_size: int, loads: tuple[float, ...], caps: tuple[int | None, ...], minimum: int) -> tuple[int, ...]:
+    limits, free, counts = holding(caps, batch_size), [_exact(load) for load in loads], [0] * len(loads)
     while True:
         left = batch_size - sum(counts)
         wanted = _counts(left, free, minimum) if left and any(free) else [0] * len(counts)
@@ -89,7 +88,7 @@ def split_within(
             counts[index] += (limits[index] or 0) if full else wanted[index]
             free[index] = Fraction(0)
         if not full:
-            return counts
+            return tuple(counts)
 
 
 def holding(caps: Sequence[int | None], batch_size: int) -> list[int | None]:

@@ -23,7 +23,10 @@ NOTHING_COUNTS = 2.0**-40
 
 @dataclass(frozen=True, eq=False)
 class BalancedBatch:
-    """A global batch and this rank's part in it."""
+    """A global batch and this rank's part in it.
+
+    What reads the batches sets samples, cost and places of this rank; the ranks then exchange their numbers.
+    """
 
     number: int = 0
     """Number of the global batch, counted from the start of the job."""
@@ -46,6 +49,10 @@ class BalancedBatch:
     """Of each of this rank's samples, with padding as much as the longest; None without ``lengths``."""
     places: Sequence[Any] = ()
     """With lengths: places in the global batch of the samples of each rank, as arrays; else empty."""
+    total: float = 0.0
+    """Cost of the global batch, without padding; 0: its number of samples."""
+    agreed: float = 0.0
+    """Number that must be the same on all ranks: samples of the global batch, or a checksum of them."""
     ends_update: bool = True
     """True if the optimizer steps after this batch."""
     scale: float = 1.0

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import runpy
+import subprocess
+import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from gangline import Communicator, cpu, spawn
 from gangline.launcher.job import free_ports
 from gangline.trials import sweep
 from tests.printed import blocks
+from tests.programs import environment
 
 ROOT = Path(__file__).parent.parent
 PLAIN, TRAINER = (ROOT / "docs" / "examples" / name for name in ("plain_loop.py", "with_trainer.py"))
@@ -102,7 +107,12 @@ def test_scalars_of_a_run_are_written_for_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "names"), [("unequal-samples.md", ["unequal_texts.py", "unequal_graphs.py"]), ("muon.md", ["muon.py"])]
+    ("page", "names"),
+    [
+        ("unequal-samples.md", ["unequal_texts.py", "unequal_graphs.py"]),
+        ("muon.md", ["muon.py"]),
+        ("readers.md", ["publisher.py", "evaluator.py", "rollouts.py"]),
+    ],
 )
 def test_a_page_shows_lines_of_the_examples(page: str, names: list[str]) -> None:
     shown = [block.text for block in blocks((ROOT / "docs" / page).read_text()) if block.language == "py"]
@@ -141,3 +151,29 @@ def test_optuna_finds_a_learning_rate_that_learns() -> None:
     study = main(num_trials=8, num_epochs=2)
     assert len(study.trials) == 8
     assert study.best_value > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["publisher.py", "policy.py"])
+def test_readers_follow_a_job_to_its_last_version(program: str, tmp_path: Path) -> None:
+    examples, players = ROOT / "docs" / "examples", 2 if program == "policy.py" else 0
+    folder = [str(tmp_path)] if players else []
+    words = [sys.executable, "-m", "gangline", "launch", "-n", "2", "-s", "1", "--"]
+    pipes = {"stderr": subprocess.PIPE, "text": True, "env": environment()}
+    with subprocess.Popen([*words, sys.executable, str(examples / program), *folder], **pipes) as job:
+        assert job.stderr is not None
+        while (found := re.search(r"readers attach at (\S+)", job.stderr.readline())) is None:
+            assert job.poll() is None
+        start = partial(subprocess.Popen, stdout=subprocess.PIPE, text=True, env=environment(), cwd=examples)
+        commands = [["rollouts.py", found[1], *folder, str(player)] for player in range(players)]
+        readers = [start([sys.executable, *command]) for command in commands or [["evaluator.py", found[1]]]]
+        outputs = [one.communicate(timeout=60)[0].splitlines() for one in readers]
+        assert job.wait(30) == 0
+    for *lines, end in outputs:
+        versions = [int(re.match(r"version (\d+): ", line)[1]) for line in lines]
+        assert versions == sorted(versions)
+        last = 40 if players else 60
+        assert end.startswith(f"the job has ended; its last version is {last} ")
+        assert versions[-1] == last or (players and versions[-1] > 20)  # a player may have played enough
+        results = [float(re.search(r": \D*([\d.]+)", line)[1]) for line in lines[-4:]]
+        assert sum(results) / 4 < 9 if players else results[-1] > 0.9  # steps, accuracy

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Self
 
+from gangline.bench.driver.delayed_switch import DelayedSwitch
+
 _BURST = "128kb"
 """Size of the token bucket (tc-tbf) of a host with a bounded rate."""
 _LATENCY = "50ms"
@@ -31,12 +33,13 @@ class Hosts:
         RuntimeError: if namespaces cannot be created here; `obstacle` returns the reason beforehand.
     """
 
-    def __init__(self, count: int, *, rate: str | None = None) -> None:
+    def __init__(self, count: int, *, rate: str | None = None, delay: float = 0.0) -> None:
         """Choose names and addresses; ``with`` creates the hosts.
 
         Args:
             count: number of hosts.
             rate: upper bound of the rate at which each host sends, in tc's notation, such as "100mbit"; None: none.
+            delay: seconds that each packet takes in addition; a round trip takes twice that.
 
         Raises:
             ValueError: if ``count`` is out of range.
@@ -51,6 +54,8 @@ class Hosts:
         self.names = [f"{prefix}-host{index}" for index in range(count)]
         self.addresses = [f"10.{subnet >> 8 & 255}.{subnet & 255}.{index + 1}" for index in range(count)]
         self._rate = rate
+        self._delay = delay
+        self._delayed: DelayedSwitch | None = None
         self._switch = f"{prefix}-switch"
         self._created: list[str] = []
 
@@ -76,6 +81,9 @@ class Hosts:
 
     def close(self) -> None:
         """Remove the hosts; a second call does nothing."""
+        if self._delayed is not None:
+            self._delayed.close()
+            self._delayed = None
         failures = []
         while self._created:
             name = self._created.pop()
@@ -88,6 +96,8 @@ class Hosts:
             raise failures[0]
 
     def _create(self) -> None:
+        if self._delay:
+            self._delayed = DelayedSwitch(self._delay)
         for name in (self._switch, *self.names):
             self._created.append(name)  # before the call, so that close() also cleans up an interrupted call
             _ip("netns", "add", name)
@@ -96,13 +106,19 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", "switch", "up")
         for index, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             port = f"host{index}"
-            _ip("link", "add", port, "netns", self._switch, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
+            if self._delayed is not None:
+                self._delayed.add_device(tap := f"gl{os.getpid()}-{index}")
+                _ip("link", "set", tap, "netns", name, "name", "eth0")
+            else:
+                _ip("link", "add", port, "netns", self._switch, "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             if self._rate is not None:
                 shape = ("qdisc", "add", "dev", "eth0", "root", "tbf", "rate", self._rate)
                 _run("tc", "-n", name, *shape, "burst", _BURST, "latency", _LATENCY)
+        if self._delayed is not None:
+            self._delayed.start()
 
 
 def obstacle() -> str | None:

@@ -46,6 +46,8 @@ class Candidate:
     started by itself and gets RANK and the like, or DMLC_*, in its environment."""
     server_code: str = ""
     """A line of Python that scheduler and servers run."""
+    is_spread: bool = False
+    """True if servers, too, are distributed over all hosts."""
 
     @property
     def path(self) -> Path:
@@ -140,7 +142,9 @@ class Processes:
         for role, number in candidate.roles():
             argv = serve if role == "rank" else [python, "-c", candidate.server_code]
             host = 0
-            if hosts is not None and role == "rank":
+            if hosts is not None and candidate.is_spread:
+                host = number % len(hosts.names)
+            elif hosts is not None and role == "rank":
                 host = 1 if candidate.servers else number * len(hosts.names) // candidate.ranks
             yield f"{role} {number}", argv, address.environment(candidate, role, number), host
 

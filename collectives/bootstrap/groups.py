@@ -53,15 +53,7 @@ def open_group(
     """Connect processes. Collective: all ranks must call it.
 
     The ranks of one host need four calls of ``all_gather_bytes``: settings, sockets, shared memory and the outcome.
-
-    Args:
-        rank: rank of this process.
-        size: number of ranks.
-        all_gather_bytes: all-gather between the processes.
-        transport: "auto" (shared memory within a host, tcp between hosts), or "shared_memory", "ipc" or "tcp" for all
-            ranks. GANGLINE_TRANSPORT overrides it, and rank 0's choice overrides the others'.
-        timeout: seconds that a call may wait for other ranks; None for GANGLINE_TIMEOUT.
-        tcp_host: returns the address of this host for the other hosts.
+    ``tcp_host`` returns the address of this host for the others; the other arguments are those of `connect`.
 
     Raises:
         ValueError: on all ranks, if on one of them the transport is unknown or cannot connect these ranks, or a

@@ -41,15 +41,9 @@ class Rendezvous:
         """Connect to the job's store; arguments that are None come from the environment (`find_rank_info`).
 
         All ranks may join several jobs at one address, one after another and in the same order. A rank whose `exchange`
-        failed, or which called `fail`, joins the same job again.
-
-        Args:
-            rank: rank of this process, from 0.
-            size: number of processes.
-            address: "HOST:PORT" of the store, which rank 0 serves until its process ends: at a Unix socket if HOST is a
-                loopback address, by TCP otherwise. Under torchrun, the agent serves it by TCP.
-            timeout: seconds to wait for other ranks, here and in each exchange; None for GANGLINE_TIMEOUT.
-            environment: environment variables that a launcher has set.
+        failed, or which called `fail`, joins the same job again. The store is at "HOST:PORT", where rank 0 serves it
+        until its process ends: at a Unix socket if HOST is a loopback address, by TCP otherwise. Under torchrun, the
+        agent serves it by TCP. ``timeout`` counts here and in each exchange; None: GANGLINE_TIMEOUT.
 
         Raises:
             RuntimeError: if neither arguments nor environment describe a job, if other hosts can reach the address and

@@ -41,8 +41,6 @@ class StoreAllGather:
 
     Args:
         store: torch's TCPStore, FileStore, HashStore or PrefixStore, or a store of this host.
-        rank: this process's rank.
-        size: number of ranks.
         timeout: seconds to wait for the other ranks in each call.
         where: the meeting point's name in error messages.
         server: the process that serves the store, in error messages.
@@ -67,7 +65,7 @@ class StoreAllGather:
         key: JobKey | None = None,
         prefix: str = "",
         attempt: int = 0,
-        processes: Sequence[list[str | int]] = (),
+        processes: Sequence[Sequence[str | int]] = (),
         *,
         deletes_keys: bool = True,
     ) -> None:
@@ -183,15 +181,9 @@ class StoreAllGather:
         return [f"{place}/{word}/{rank}" for rank in range(self._size)]
 
     def _wait(self, keys: list[str], begin: float, next_attempt: int | None = None) -> bool:
-        """Poll until the store has all the keys of a round; the store's own wait cannot be interrupted.
+        """Poll until the store has all keys, as its own wait cannot be interrupted; return whether it has them.
 
-        Args:
-            keys: keys to wait for.
-            begin: time by `time.monotonic` at which the wait began.
-            next_attempt: attempt that ends the wait as soon as a rank has begun it; None: none does.
-
-        Returns:
-            True when the store has all keys, False when ``next_attempt`` has begun.
+        The wait began at ``begin``, and ends with False as soon as a rank has begun ``next_attempt``, if that is given.
         """
         pause, is_warned = 0.0001, False
         next_look = begin + min(BOOTSTRAP_STATE_CHECK_SECONDS, self._timeout / 2)
@@ -238,11 +230,9 @@ def store_errors(rank: int, size: int, server: str, late: Sequence[int] = ()) ->
 
 
 class BoundedStore(RemoteStore):
-    """Store of torch whose calls end: TCPStore waits without a limit for a server that has stopped to answer.
+    """Store of torch whose calls raise DistNetworkError after ``timeout`` seconds.
 
-    Args:
-        store: the store.
-        timeout: seconds for each call, after which it raises DistNetworkError.
+    TCPStore waits without a limit for a server that has stopped to answer.
     """
 
     def __init__(self, store: Store, timeout: float) -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,7 +51,7 @@ class LocalStore:
     def answer(self, request: Any) -> Any:
         """Return the answer to a request of a `RemoteStore`."""
         match request:
-            case ["set", str(key), bytes(value)]:
+            case ["set", str(key), bytes(value) | str(value)]:
                 return self.set(key, value)
             case ["check", [*keys]]:
                 return self.check(keys)
@@ -62,13 +63,10 @@ class LocalStore:
 
 
 class ServedStore(LocalStore):
-    """Store of this process, open to the processes of its user until it ends.
-
-    Args:
-        name: of the Unix socket.
+    """Store of this process, open to the processes of its user at a Unix socket until it ends.
 
     Raises:
-        OSError: if the name is in use.
+        OSError: if the name of the socket is in use.
     """
 
     def __init__(self, name: str) -> None:
@@ -95,35 +93,17 @@ class ServedStore(LocalStore):
 
 
 class RemoteStore:
-    """Store that is asked by requests; methods as in `LocalStore`.
-
-    Args:
-        ask: called with a method's name and arguments; returns the answer of the store (`LocalStore.answer`).
-    """
+    """Store with `LocalStore`'s methods: ``ask``, called with a method's name and arguments, returns the answer."""
 
     def __init__(self, ask: Callable[..., Any]) -> None:
-        self._ask = ask
-
-    def set(self, key: str, value: bytes | str) -> None:  # noqa: D102  see LocalStore
-        self._ask("set", key, value if isinstance(value, bytes) else value.encode())
-
-    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
-        return bool(self._ask("check", list(keys)))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # noqa: D102
-        found: list[bytes] = self._ask("multi_get", list(keys))
-        return found
-
-    def delete_key(self, key: str) -> bool:  # noqa: D102
-        return bool(self._ask("delete_key", key))
+        self.set: Callable[[str, bytes | str], None] = partial(ask, "set")
+        self.check: Callable[[Sequence[str]], bool] = partial(ask, "check")
+        self.multi_get: Callable[[Sequence[str]], list[bytes]] = partial(ask, "multi_get")
+        self.delete_key: Callable[[str], bool] = partial(ask, "delete_key")
 
 
 class UnixStore(RemoteStore):
-    """The `ServedStore` of another process of this host.
-
-    Args:
-        name: of the Unix socket.
-        timeout: seconds to wait for an answer.
+    """The `ServedStore` of another process of this host, which must answer within ``timeout`` seconds.
 
     Raises:
         OSError: if nothing is served there, or by another user.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +14,7 @@ from gangline.collectives.devices.backends.selection import open_backend
 from gangline.collectives.engine import reduction
 from gangline.collectives.engine.arguments import check_shape, check_tensor, check_written
 from gangline.collectives.engine.host_staging import overlap
+from gangline.collectives.thread_pool import ProcessLock
 
 __all__ = ["DeviceGroup", "Transfer", "move", "reduce", "require"]
 
@@ -266,16 +265,7 @@ def _gpus_of(transfer: Transfer) -> tuple[torch.device, ...] | None:
 
 
 _groups: dict[tuple[torch.device, ...], DeviceGroup] = {}
-_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked process, whose parent's threads may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+_lock = ProcessLock()
 
 
 def _group(devices: tuple[torch.device, ...]) -> DeviceGroup:

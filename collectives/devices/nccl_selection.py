@@ -89,12 +89,8 @@ class NcclSelection:
     def choose(self, code: int, *tensors: Tensor) -> NcclCommunicator | None:
         """Return NCCL's communicator if a call uses NCCL, or None if it goes through host memory.
 
-        Collective once a rank has passed a tensor on a GPU.
-
-        Args:
-            code: `CallSignature.code`.
-            tensors: this rank's tensor; or several that are not empty and of NCCL's dtypes, for calls launched as a
-                group.
+        Collective once a rank has passed a tensor on a GPU. Several tensors, none of them empty or of a dtype that NCCL
+        lacks, are of calls that are launched as a group.
 
         Raises:
             GanglineError: if a rank is dead, late or in another call.

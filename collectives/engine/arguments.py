@@ -49,13 +49,8 @@ class Call(NamedTuple):
 def check_call(number: int, tensor: Tensor | None, out: Tensor | None, option: Any, rank: int, size: int) -> Call:
     """Check the arguments of a collective, and create its result if it has one and ``out`` is None.
 
-    Args:
-        number: index of the collective in `TABLE`.
-        tensor: tensor; ignored on ranks other than the root of a scatter.
-        out: tensor for the result, or None; ignored on ranks that get none.
-        option: operation, root, or (root, operation).
-        rank: this rank.
-        size: number of ranks.
+    ``number`` is its index in `TABLE`, ``option`` the operation, the root, or (root, operation). ``out`` is ignored on
+    ranks that get no result, the tensor on ranks other than the root of a scatter.
     """
     rule = TABLE[number]
     root: Any

@@ -109,7 +109,7 @@ class Engine:
         self._next_check = 0.0
         self._number_of_hosts = len(set(resources.hosts))
         self.shared[core.MUST_LOCK] = timeline is not None
-        self.run_core, self.begin_core, self._end_core = self._core_functions(memory)
+        self.run_core, self.begin_core, self.end_core = self._core_functions(memory)
         """Run, begin and end a collective without the lock if they can: `SlotExchange.caller` says more."""
         _engines.add(self)
         if resources.transport.name != "in_process":
@@ -126,10 +126,6 @@ class Engine:
         """Bytes that this rank has passed to collectives."""
         return self.shared[core.BYTES]
 
-    def add_bytes(self, nbytes: int) -> None:
-        """Count bytes of a collective; the caller holds the lock."""
-        self.shared[core.BYTES] += nbytes
-
     @property
     def next_number(self) -> int:
         """The number of the communicator's next collective."""
@@ -138,13 +134,7 @@ class Engine:
     def submit(
         self, name: str, operation: Callable[[], None], result: object, join: Callable[[], None] = lambda: None
     ) -> Work:
-        """Run an operation in the background, after all earlier calls.
-
-        Args:
-            name: name of the Work.
-            operation: function that calls this engine.
-            result: result of the Work.
-            join: function that orders the waiter's GPU streams after the operation.
+        """Run an operation in the background, after all earlier calls; ``join`` orders the waiter's streams after it.
 
         Raises:
             GanglineError: if the communicator has failed or is closed.
@@ -233,7 +223,7 @@ class Engine:
         key = (self.resources.size, self.resources.transport.name, self._number_of_hosts)
         for name in COLLECTIVES[: core.BARRIER]:
             self.shared[core.LIMITS + COLLECTIVES.index(name)] = table.shared_up_to(name, *key)
-        return slot_exchange.caller(self._wait, memory)
+        return slot_exchange.caller(self._wait, self.failed, memory)
 
     def hold(self) -> None:
         """Make all later calls take the lock."""
@@ -248,12 +238,9 @@ class Engine:
         if self.shared[core.BEGUN] != number:
             return True
         self.check_open()
-        try:
-            status = self._end_core(number, waits)
-            if status == core.MISMATCHED:
-                self._end_core(number, True)  # raises the error
-        except BaseException as error:  # noqa: BLE001  raised again
-            raise self.failed(error) from None
+        status = self.end_core(number, waits)
+        if status == core.MISMATCHED:
+            self.end_core(number, True)  # raises the error
         if waits and status == core.HELD:  # another thread ends it, or runs a later one
             wait_until(
                 lambda: self.shared[core.BEGUN] != number, lambda _: time.sleep(_RUNNING_SECONDS), self._wait_check()
@@ -311,10 +298,7 @@ class Engine:
                 self.end_begun(begun)
             self.shared[core.SEQUENCE] = sequence = self.shared[core.SEQUENCE] + 1
             run = self.begin_core if begins else self.run_core
-            try:
-                status = run(collective, tensor, out, option, most)
-            except BaseException as error:  # noqa: BLE001  raised again
-                raise self.failed(error) from None
+            status = run(collective, tensor, out, option, most)
             if status < core.DONE:
                 self.shared[core.SEQUENCE] = sequence - 1
                 return status
@@ -340,15 +324,11 @@ class Engine:
     def failed(self, error: BaseException, code: int | None = None) -> BaseException:
         """End the communicator on all ranks after an error inside a collective; return the error to raise.
 
-        Args:
-            error: the error.
-            code: `CallSignature.code` of the collective; None: the last one of the core.
+        ``code`` is the `CallSignature.code` of the collective; None: the last one of the core.
         """
         if code is None:
-            slot_exchange = self.resources.slot_exchange
-            if slot_exchange is None:  # an interrupt: no collective was begun
-                return error
-            _, code = slot_exchange.last_call
+            assert self.resources.slot_exchange is not None
+            _, code = self.resources.slot_exchange.last_call
         if isinstance(error, MisplacedMessageError):
             error = self._disagreement(error, code)
         reason = error
@@ -381,12 +361,8 @@ class Engine:
     ) -> Plan | None:
         """Return this rank's part of the schedule for a collective, or None to exchange the tensors through slots.
 
-        Args:
-            collective: a name in `tuner.TUNED`.
-            nbytes: bytes of the whole tensor that a rank passes (the root, for broadcast and scatter).
-            root: root of the collective, if it has one.
-            streams: whether the slots can take tensors of any size, in chunks.
-            has_slots: whether the core can do the call, so that it may use the slots if there are any.
+        ``nbytes`` are those of the whole tensor that a rank passes (the root, for broadcast and scatter). The slots can
+        take tensors of any size if it ``streams``, and none unless ``has_slots``.
         """
         resources = self.resources
         choice = resources.settings.table.choose(
@@ -429,7 +405,7 @@ class Engine:
         """Finish submitted operations, announce the end to the other ranks, and release all resources."""
         withdraw(self)
         self.queue.close()
-        self.run_core = self.begin_core = self._end_core = _decline  # they refer to this engine
+        self.run_core = self.begin_core = self.end_core = _decline  # they refer to this engine
         closed = GanglineError("the communicator is closed")
         self.end(closed)
         membership = self.resources.membership

@@ -44,12 +44,8 @@ class Chunks:
     ) -> None:
         """Use an input and a result, whose memory may only overlap where they have the same chunks.
 
-        Args:
-            total: number of chunks.
-            count: number of elements of all chunks.
-            given: the input, if this rank has one.
-            result: the result, if this rank has one; it may have another dtype.
-            is_scratch: whether the input may be overwritten.
+        ``total`` chunks have ``count`` elements together. A result may have another dtype. ``is_scratch``: the input
+        may be overwritten.
         """
         first = result if given is None else given
         assert first is not None
@@ -134,15 +130,10 @@ def run(
     op: str = "sum",
     divisor: int = 1,
 ) -> int:
-    """Run one rank's steps and return when all its messages have been read.
+    """Run one rank's steps and return when all its messages, which have this tag, have been read.
 
-    Args:
-        program: `Schedule.program` of this rank.
-        transport: connects the schedule's ranks.
-        chunks: memory of the schedule's chunks.
-        message_tag: tag of every message of this call.
-        op: a name in `reduction.OPERATIONS`.
-        divisor: divisor of complete sums: the number of ranks for a mean.
+    ``program`` is `Schedule.program` of this rank; complete sums are divided by ``divisor``: the number of ranks for a
+    mean.
 
     Returns:
         The time at which the first message had arrived, by `time.monotonic_ns`; 0 if there was none.

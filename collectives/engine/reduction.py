@@ -68,17 +68,11 @@ def as_sent(own: Tensor, op: str) -> Tensor:
 
 
 def combine(values: Sequence[Tensor], op: str, out: Tensor, divisor: int = 1) -> None:
-    """Combine tensors of one shape from first to last into ``out``.
+    """Combine tensors of one shape and dtype from first to last into ``out``, which may be one of them.
 
-    float16 and bfloat16 are combined in float32 and rounded once. Integers wrap around. For bool, "sum" is a logical
-    or and "product" a logical and.
-
-    Args:
-        values: one or more tensors of one dtype; those on other devices are copied to the device of ``out``, one at a
-            time.
-        op: a name in `OPERATIONS`.
-        out: tensor for the result; may be one of ``values``.
-        divisor: divisor of the result, applied before rounding.
+    float16 and bfloat16 are combined in float32 and rounded once, after the division. Integers wrap around. For bool,
+    "sum" is a logical or and "product" a logical and. Tensors on other devices are copied to that of ``out``, one at a
+    time.
     """
     function = OPERATIONS[op].torch_function
     if out.is_complex() and op != "product" and not out.is_conj():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gangline.collectives.compiled_core import BYTES
 from gangline.collectives.engine.engine import Engine, RunningCall
 from gangline.collectives.engine.executor import expect
 from gangline.collectives.engine.host_staging import flat_buffer, flat_values, overlap, write_back
@@ -24,12 +25,8 @@ class UnevenAllToAll:
     """All-to-all of rows that differ in size, of one communicator.
 
     Ranks that share memory synchronise once: each publishes the sizes that it sends and expects and, if they are small,
-    its rows. Other ranks gather the sizes first. Rows that are not published are sent, one message for each pair of
-    ranks.
-
-    Args:
-        engine: the communicator's engine.
-        all_gather: function that gathers a rank's tensor into the rows of a (size, ...) tensor.
+    its rows. Other ranks gather the sizes first, by ``all_gather`` into the rows of a tensor. Rows that are not
+    published are sent, one message for each pair of ranks.
     """
 
     def __init__(self, engine: Engine, all_gather: Callable[[Tensor, Tensor], None]) -> None:
@@ -58,7 +55,7 @@ class UnevenAllToAll:
             self._all_gather(torch.tensor([*sizes, 0], device="cpu"), gathered)
             table = gathered.numpy()
         with RunningCall(self._engine, code) as message_tag:
-            self._engine.add_bytes(sum(counts) * tensors[0].itemsize)
+            self._engine.shared[BYTES] += sum(counts) * tensors[0].itemsize
             published: Sequence[Tensor] = ()
             if slot_exchange is not None:
                 total = sum(counts)
@@ -127,8 +124,7 @@ class UnevenAllToAll:
 def _mismatch(table: _Table) -> MismatchError | None:
     """Return the error for the first row whose sender and receiver disagree about its size.
 
-    Args:
-        table: for each rank, the elements sent to each rank, the elements expected from each rank, and a flag.
+    The table has, for each rank, the elements sent to each rank, those expected from each rank, and a flag.
     """
     size = len(table)
     sent, expected = table[:, :size], table[:, size : 2 * size].T

@@ -17,9 +17,7 @@ _KUBERNETES_PORT = 29500
 def _engine(name: str, **variables: str) -> type[LauncherEnvironment]:
     """Return the environment of a launcher; if its ranks are numbers of hosts, it starts one process on each.
 
-    Args:
-        name: name of the launcher in messages.
-        variables: names for `LauncherEnvironment`'s attribute NAME_names, separated by spaces.
+    ``variables`` are names for `LauncherEnvironment`'s attribute NAME_names, separated by spaces.
     """
     names = {f"{kind}_names": tuple(words.split()) for kind, words in variables.items()}
     is_alone = variables.get("node_rank") == variables["rank"]

@@ -45,12 +45,8 @@ class JobKey:
     def from_hex(cls, text: str, source: str = "the text") -> JobKey:
         """Return the key with these 64 hexadecimal digits; white space around them is ignored.
 
-        Args:
-            text: the digits.
-            source: where the text comes from, for the error.
-
         Raises:
-            ValueError: if the text is anything else; the message does not contain it.
+            ValueError: if the text is anything else; the message names its source, and does not contain it.
         """
         digits = text.strip()
         if len(digits) != 2 * _NBYTES or set(digits) - set("0123456789abcdefABCDEF"):
@@ -112,7 +108,7 @@ def job_key() -> JobKey | None:
     if _Inherited.key is not None:
         return _Inherited.key
     path = os.environ.get(FILE)
-    return _read_file(path) if path else None
+    return read_file(path) if path else None
 
 
 def take_descriptor() -> None:
@@ -176,8 +172,9 @@ def write_file(key: JobKey, path: Path) -> None:
         file.write(key.hex() + "\n")
 
 
-def _read_file(path: str) -> JobKey:
-    source = f"file {path!r} of {FILE}"
+def read_file(path: str, source: str = FILE) -> JobKey:
+    """Return the key in a file; ``source`` names what the path comes from. Raises as `job_key`."""
+    source = f"file {path!r} of {source}"
     try:
         file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  closed below
     except OSError as error:

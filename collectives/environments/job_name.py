@@ -15,9 +15,7 @@ _STARTED_BY_ONE = ("TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WO
 def job_name(variables: Mapping[str, str] | None = None, parent: int | None = None) -> str:
     """Return a text that is equal for all processes of a job on this host and differs between jobs.
 
-    Args:
-        variables: environment of a process; None: that of this one.
-        parent: process id of its parent; None: that of this one.
+    It follows from the environment of a process and the id of its parent; None: those of this one.
     """
     variables = os.environ if variables is None else variables
     parent = os.getppid() if parent is None else parent

@@ -113,12 +113,10 @@ class Membership(ABC):
 
 
 class GroupMembership(Membership):
-    """Membership of ranks in several processes, over connections that other groups may share.
+    """Membership of ranks in several processes, over connections that other groups may share; the last one ends them.
 
-    Args:
-        connections: connections between the processes; they end when the last of their groups closes.
-        ranks: the group's ranks, as numbers of ``connections``: rank i of the group is process ``ranks[i]``.
-        label: name of the group, the same on all its ranks and used once; "" for the group of all processes.
+    Rank i of the group is process ``ranks[i]`` of the connections. The label is the same on all its ranks and used
+    once; "" for the group of all processes.
     """
 
     def __init__(self, connections: PeerConnections, ranks: Sequence[int], label: str) -> None:
@@ -146,11 +144,9 @@ class GroupMembership(Membership):
     def subgroup(self, members: Sequence[int], number: int) -> GroupMembership:
         """Return the membership of some of the ranks, which uses the same connections and may outlive this one.
 
-        Collective: all members must call it, and must exchange something before one of them uses the result.
-
-        Args:
-            members: ranks of this group, this rank included: rank i of the new group is this group's ``members[i]``.
-            number: number of the split, the same on all members and used once in this group.
+        Collective: all members must call it, and must exchange something before one of them uses the result. Rank i of
+        it is this group's ``members[i]``; the number of the split is the same on all members and used once in this
+        group.
         """
         processes = list(self.numbers)
         label = f"{self.label}/{number}.{min(members)}"
@@ -517,8 +513,8 @@ def _check_alive(ranks: list[int], payloads: list[bytes]) -> None:
         raise DeadNodeError(f"{name_ranks(dead)} died while the ranks connected")
 
 
-def _read_process(rank: int, packed: bytes) -> list[str | int]:
+def _read_process(rank: int, packed: bytes) -> tuple[str, int, int]:
     match _unpack(packed):
         case [str(host), int(pid), int(start)]:
-            return [host, pid, start]
+            return host, pid, start
     raise ProtocolError(f"rank {rank} sent {packed[:80]!r} in the bootstrap exchange; expected a process identity")

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 
-def this_process() -> list[str | int]:
+def this_process() -> tuple[str, int, int]:
     """Return this process's identity (`identity_of`)."""
     return identity_of(os.getpid())
 
 
-def identity_of(pid: int) -> list[str | int]:
-    """Return a process's identity: [boot id and namespaces of pids and times, pid, start time in ticks since boot].
+def identity_of(pid: int) -> tuple[str, int, int]:
+    """Return a process's identity: (boot id and namespaces of pids and times, pid, start time in ticks since boot).
 
     A process sees the start time of another one shifted by the difference of their time namespaces. That of a dead one
     is -1.
@@ -28,16 +29,13 @@ def identity_of(pid: int) -> list[str | int]:
         start = _state_and_start(pid)[1]
     except (FileNotFoundError, ProcessLookupError):
         start = -1
-    return [_host(), pid, start]
+    return _host(), pid, start
 
 
-def state_of(process: list[str | int]) -> str:
-    """Return the kernel's letter for a process's state ("T": stopped), "" if it is dead, "?" if it cannot be observed.
+def state_of(process: Sequence[str | int]) -> str:
+    """Return the kernel's letter for the state of a process ("T": stopped), "" if it is dead, "?" if it is unknown.
 
-    It cannot be observed on another host, or if this process has no file descriptor left.
-
-    Args:
-        process: a process's `this_process`.
+    It is unknown on another host, or if this process has no file descriptor left.
     """
     host, pid, start = process
     if host != _host():

@@ -23,10 +23,7 @@ _WAITING_SECONDS = 0.5
 class Watchdog:
     """`WaitPolicy` of one transport of a communicator: ends waits on failure, mismatch or timeout.
 
-    Args:
-        membership: source of the other ranks' states; failures found here are reported to it.
-        timeout: see the attribute.
-        stall_warn: waiting time in one call, in seconds, after which a warning names the late ranks.
+    It reports failures to the membership. After ``stall_warn`` seconds in one call a warning names the late ranks.
     """
 
     def __init__(self, membership: Membership, timeout: float, stall_warn: float) -> None:
@@ -42,12 +39,7 @@ class Watchdog:
         return Watchdog(self._membership, self.timeout, self._stall_warn)
 
     def begin(self, sequence: int, code: int) -> None:
-        """Start the clock of a call, unless it has been started.
-
-        Args:
-            sequence: number of the call on the communicator, from 1; 0 for a point-to-point message.
-            code: `CallSignature.code`.
-        """
+        """Start the clock of a call, unless it has been started; ``sequence`` is 0 for a point-to-point message."""
         if sequence and sequence == self._sequence:
             return
         if sequence and not sequence % CALLS_PER_POLL:
@@ -175,11 +167,7 @@ class Watchdog:
 
 
 def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
-    """Return the error for ranks in different calls; its text does not depend on the rank that creates it.
-
-    Args:
-        calls: rank -> (sequence, code).
-    """
+    """Return the error for ranks in different calls, rank -> (sequence, code); its text is the same on all ranks."""
     numbered = len({sequence for sequence, _ in calls.values()}) > 1
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, call in sorted(calls.items()):

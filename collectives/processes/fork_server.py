@@ -29,13 +29,10 @@ from gangline.collectives.processes.parent_death import die_with_parent
 
 
 def serve(fd: int, parent: int, preload: list[str]) -> None:
-    """Run the fork server of process ``parent``; does not return.
+    """Run the fork server of process ``parent``, which imports modules before the first fork; does not return.
 
-    Args:
-        fd: SOCK_SEQPACKET socket; a message from the parent requests a child, with the descriptors of the child's
-            status pipe, its pipe to the parent, and its standard output and error.
-        parent: process id.
-        preload: names of modules to import before the first fork.
+    A message at ``fd``, a SOCK_SEQPACKET socket, requests a child, with the descriptors of the child's status pipe, its
+    pipe to the parent, and its standard output and error.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in preload:

@@ -14,11 +14,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Request a signal to this process when its parent ends; call it in the child, before it starts threads.
 
     The kernel counts the *thread* that started this process as the parent: the signal also comes when that thread ends.
-    If the parent has ended already, this process exits with code 1.
-
-    Args:
-        parent: process id of the parent, taken in the parent before the fork.
-        number: signal to send.
+    If the parent, whose id was taken before the fork, has ended already, this process exits with code 1.
 
     Raises:
         OSError: if the kernel refuses the request.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.spawn import get_preparation_data
 from typing import Any
 
 from gangline.collectives.bootstrap.rendezvous import time_limit
@@ -19,8 +17,19 @@ from gangline.collectives.errors import DeadNodeError
 from gangline.collectives.limits import SPAWN_CAUSE_SECONDS
 from gangline.collectives.liveness.process_state import identity_of
 from gangline.collectives.processes import rank_main
+from gangline.collectives.processes.function_call import (
+    ErrorReport,
+    check_count,
+    check_not_importing,
+    pack_call,
+    preparation,
+    program_is_file,
+    unpack,
+)
 from gangline.collectives.processes.process_pool import ProcessPool
-from gangline.collectives.processes.rank_main import RankReport, RankTask
+from gangline.collectives.processes.rank_main import RankTask
+
+_REFUSAL = "the ranks cannot import {fn}; spawn needs a function defined by `def` at the top level of a module: {why}"
 
 
 def spawn(
@@ -71,7 +80,7 @@ class Outcome:
 
     value: Any = None
     error: Exception | None = None
-    report: RankReport | None = None
+    report: ErrorReport | None = None
     """The rank's own report of the error; None if the rank ended without one."""
 
 
@@ -92,17 +101,17 @@ class Ranks:
         threads: int | None = None,
         opener: Callable[..., Any] = open_communicator,
     ) -> None:
-        _check_count("nprocs", nprocs)
+        check_count("nprocs", nprocs)
         threads = max(1, len(os.sched_getaffinity(0)) // nprocs) if threads is None else threads
-        _check_count("threads", threads)
-        if rank_main.importing_script:
-            raise RuntimeError(
-                f"spawn was called while a rank imports the script {sys.argv[0]!r}; call it under "
-                '`if __name__ == "__main__":`, as every rank imports the script'
-            )
-        packed = _pack(opener, fn, tuple(args))
+        check_count("threads", threads)
+        check_not_importing("spawn was called while a rank imports the script", "as every rank imports the script")
+        if not callable(fn):
+            raise TypeError(f"spawn got {fn!r}; expected a function that takes a communicator")
+        if getattr(fn, "__module__", None) == "__main__" and not program_is_file():
+            raise ValueError(f"the ranks cannot import {fn!r}: this program is not a file; define it in a module")
+        packed = pack_call("spawn", (opener,), fn, tuple(args), _REFUSAL, by_value=False)
         options = {"transport": transport or "auto", "timeout": timeout}
-        limit, preparation = time_limit(timeout), _preparation()
+        limit = time_limit(timeout)
         self._size = nprocs
         self._outcomes: dict[int, Outcome] = {}
         self._ended: set[int] = set()
@@ -113,7 +122,7 @@ class Ranks:
             processes = [identity_of(pid) for pid in self._pool.pids]
             for rank, connection in enumerate(self._pool.connections):
                 with suppress(BrokenPipeError, ConnectionResetError):  # was killed; its exit code is read later
-                    connection.send(RankTask(rank, nprocs, threads, processes, limit, options, preparation))
+                    connection.send(RankTask(rank, nprocs, threads, processes, limit, options, preparation()))
                     connection.send_bytes(packed)
         except BaseException:
             self.close()
@@ -175,11 +184,9 @@ class Ranks:
             with suppress(BrokenPipeError, ConnectionResetError):
                 connection.send(self._store.answer(value))
         elif kind == "returned":
-            self._outcomes[rank] = Outcome(value=rank_main.unpack(value))
+            self._outcomes[rank] = Outcome(value=unpack(value))
         elif rank not in self._outcomes:  # the first error counts
-            error = value.error()
-            error.add_note(f"raised by rank {rank} of {self._size}:\n{value.trace}")
-            self._outcomes[rank] = Outcome(error=error, report=value)
+            self._outcomes[rank] = Outcome(error=value.error(f"rank {rank} of {self._size}"), report=value)
         return True
 
     def _failed(self) -> dict[int, Outcome]:
@@ -221,44 +228,3 @@ def _exit_text(code: int | None) -> str:
         return f"exited with code {code} and without a result"
     known = -code in set(signal.Signals)
     return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; expected at least 1")
-
-
-def _pack(opener: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    if not callable(fn):
-        raise TypeError(f"spawn got {fn!r}; expected a function that takes a communicator")
-    if getattr(fn, "__module__", None) == "__main__" and not _program_is_file():
-        raise ValueError(f"the ranks cannot import {fn!r}: this program is not a file; define it in a module")
-    try:
-        return rank_main.pack((opener, fn, args))
-    except Exception as error:
-        for index, value in enumerate((fn, *args)):
-            what = f"argument {index} of spawn, of type {type(value).__name__}, cannot be pickled"
-            if index == 0:
-                what = (
-                    f"the ranks cannot import {value!r}; spawn needs a function defined by `def` at the top level of a "
-                    "module"
-                )
-            try:
-                rank_main.pack(value)
-            except Exception as cause:
-                raise ValueError(f"{what}: {cause}") from cause
-        raise ValueError(f"the function and arguments of spawn cannot be pickled: {error}") from error
-
-
-def _program_is_file() -> bool:
-    return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
-
-
-def _preparation() -> dict[str, Any]:
-    preparation = get_preparation_data("rank")
-    preparation["authkey"] = bytes(preparation["authkey"])  # an AuthenticationString cannot be pickled
-    if not _program_is_file():  # it comes from standard input
-        preparation.pop("init_main_from_path", None)
-    return {**preparation, "dir": os.getcwd()}

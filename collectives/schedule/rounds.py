@@ -95,11 +95,7 @@ class Rounds:
         )
 
     def backwards(self, *, reduce: bool) -> Rounds:
-        """Return the rounds in reverse order, with every message going from its target to its source.
-
-        Args:
-            reduce: whether received chunks are then combined with the present ones.
-        """
+        """Return the rounds in reverse order and direction; ``reduce``: chunks are combined with those present."""
 
         def at(number: int) -> Iterator[Transfers]:
             for table in self.at(self.count - 1 - number):

@@ -94,11 +94,7 @@ class Schedule:
         return len(self.rounds)
 
     def bytes_on_wire(self, nbytes: int) -> int:
-        """Return the largest number of bytes that any one rank sends.
-
-        Args:
-            nbytes: bytes of the tensor; if it has one row per rank, of all rows.
-        """
+        """Return the largest number of bytes that a rank sends for a tensor of ``nbytes`` bytes, with all its rows."""
         sent = np.zeros(self.size, dtype=np.int64)
         for table in self._tables():
             sent[table.source] += self.message_bytes(table, nbytes)

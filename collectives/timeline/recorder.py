@@ -40,13 +40,10 @@ class _Event(NamedTuple):
 
 
 class Timeline:
-    """Recorder of one process. Its methods are thread-safe and do not block.
+    """Recorder of one process; replaces a file of another job. Its methods are thread-safe and do not block.
 
     Times are nanoseconds of `time.monotonic_ns`; the file has microseconds of the clock of rank 0's or the scheduler's
     host. Every process appends its events to the file each second and when it ends, so a killed job leaves a file too.
-
-    Args:
-        path: file of the trace. One that another job has written is replaced.
     """
 
     def __init__(self, path: Path) -> None:

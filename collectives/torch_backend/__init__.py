@@ -28,9 +28,8 @@ __all__ = ["GanglineProcessGroup", "Samples", "replace_gloo", "weighted_hook"]
 def create_group(*arguments: Any) -> GanglineProcessGroup:
     """Create a process group of backend "gangline", for torch's registry.
 
-    Args:
-        arguments: store, rank, size and timeout; or torch's two objects of options, which say since torch 2.14 whether
-            the group connects now.
+    torch passes store, rank, size and timeout; since torch 2.14 two objects of options, which say whether the group
+    connects now.
     """
     if not can_reconfigure:
         return GanglineProcessGroup(*arguments)

@@ -46,10 +46,7 @@ def backend(rank: int, size: int, *, refuses: bool = True) -> Any:
 def recording_group(rank: int, size: int, *, refuses: bool = True) -> ProcessGroup:
     """Return a C++ group whose calls go through torch's dispatcher, where dispatch modes see or handle them.
 
-    Args:
-        rank: of this process in the group.
-        size: number of ranks.
-        refuses: raise if no mode handles a call; else the call writes values that are to be overwritten.
+    With ``refuses`` it raises if no mode handles a call; else the call writes values that are to be overwritten.
     """
     constructor: Any = ProcessGroup  # its stub lacks the overload without a store
     group: ProcessGroup = constructor(rank, size)
@@ -73,12 +70,8 @@ def renumber(group: ProcessGroup, rank: int, global_ranks: list[int]) -> None:
     """Update torch's tables of global ranks after the members of a group have changed.
 
     In the default group, rank and global rank are equal. If this process's global rank changes, the tables of its other
-    groups are emptied: calls with global ranks of those raise ValueError, instead of naming another process.
-
-    Args:
-        group: group with new members.
-        rank: new rank of this process.
-        global_ranks: global rank of each new member, before the change.
+    groups are emptied: calls with global ranks of those raise ValueError, instead of naming another process. ``rank``
+    is the new one of this process, ``global_ranks`` are those of the new members before the change.
     """
     tables: dict[Any, dict[int, int]] = distributed_c10d._world.pg_group_ranks
     if group is dist.group.WORLD:

@@ -404,102 +404,146 @@ _OPTIONS = {"": "opts timeout", "root": "opts timeout root", "op": "opts timeout
 operation, root, whether the caller waits at once, a timeout. torch's overloads pass an operation or a root instead."""
 
 
+class _Form:
+    """How torch calls one of its collectives: names of the parameters, and what is made of their values."""
+
+    def __init__(self, row: _Row) -> None:
+        parameters = signature(row.run).parameters
+        self.row, self.methods, self.tensors = row, row.methods.split(), row.tensors.split()
+        self.name = row.run.__name__.strip("_").removesuffix("_single")
+        self.has_root, self.has_op = "root" in parameters, "op" in parameters
+        self.names = [*self.tensors, *_OPTIONS[" ".join(one for one in ("root", "op") if one in parameters)].split()]
+        annotations = [str(one.annotation) for one in parameters.values()]
+        self._conversions = [_CONVERSIONS[one] for one in annotations[1 : 1 + len(self.tensors)]]
+        self.run = partial(_run_each, row.run, not self.has_op)
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments by name."""
+        given = dict(zip(self.names, args, strict=False), **kwargs)
+        names = self.names
+        if len(args) > len(names) or len(given) < len(args) + len(kwargs) or not given.keys() <= set(names):
+            raise TypeError(
+                f"{self.methods[0]} got {len(args)} arguments and {list(kwargs)}; expected {', '.join(names)}"
+            )
+        return given
+
+    def calls(self, given: dict[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
+        """Return the name and the arguments of calls of `run`."""
+        opts, root, op = given.get("opts"), given.get("root", 0), given.get("op")
+        tensors = [given.get(one) for one in self.tensors]
+        rest: list[Any] = []
+        if self.has_root:
+            rest.append(opts if type(opts) is int else getattr(opts, "rootRank", root))
+        if self.has_op:
+            op = getattr(opts, "reduceOp", opts) if op is None else op
+            rest.append(_op_of(ReduceOp.SUM if op is None or type(op) is int else op))  # an int: the root
+        if self.row.calls is None:
+            converted = [convert(value) for convert, value in zip(self._conversions, tensors, strict=True)]
+            return self.name, [(*converted, *rest)]
+        calls = [(*one, *rest) for one in self.row.calls(*tensors)]
+        return f"{self.name} of {len(calls)}", calls
+
+
 def _method_of(row: _Row) -> Callable[..., Any]:
     """Return the method of one of torch's collectives."""
-    methods, tensor_names, small, rows = row.methods.split(), row.tensors.split(), row.small, row.rows
-    name, parameters = row.run.__name__.strip("_").removesuffix("_single"), signature(row.run).parameters
-    conversions = [_CONVERSIONS[str(one.annotation)] for one in [*parameters.values()][1 : 1 + len(tensor_names)]]
-    has_root, has_op, number_of_tensors = "root" in parameters, "op" in parameters, len(tensor_names)
-    run = partial(_run_each, row.run, not has_op)
-    names = [*tensor_names, *_OPTIONS[" ".join(one for one in ("root", "op") if one in parameters)].split()]
+    form = _Form(row)
 
     def call(self: GroupCollectives, *args: Any, **kwargs: Any) -> Any:
-        opts: Any = args[-1] if args else None
-        if kwargs:
-            opts = kwargs.get("opts") if len(args) + len(kwargs) == number_of_tensors + 1 else None
-        queue = self._queue
-        if (
-            small is not None
-            and (is_async := getattr(opts, "asyncOp", None)) is not None  # only torch's options have it
-            and not (queue.counter[0] or queue.runner or self._limit or self._coalesced is not None)
-            and not (is_profiled() or has_dispatch_modes())
-            and getattr(opts, "timeout", _UNSET) <= _NO_TIME
-        ):
-            tensor: Any = args[0] if args else opts
-            out: Any = None
-            option: Any = None
-            if rows is not None:
-                try:
-                    tensor, out = rows(self.communicator.size, *args[:2])
-                except (AttributeError, RuntimeError, TypeError, ValueError):  # raised again below
-                    tensor = None
-            elif type(tensor) is list:
-                tensor = tensor[0] if len(tensor) == 1 else None
-            if has_op:
-                option = _OPS.get(hash(opts.reduceOp))
-                if has_root:
-                    option = opts.rootRank, option
-            elif has_root:
-                option = opts.rootRank
-            is_here = tensor is opts or getattr(tensor, "is_cpu", False)
-            if is_here and not is_async:
-                is_over = self.communicator.run_small(small, tensor, out, option)
-                if not is_over and small == core.ALL_REDUCE and option in _PLAIN_OPS and type(tensor) is Tensor:
-                    function = partial(self.communicator.all_reduce, tensor, option)
-                    is_over = not (tensor.is_sparse or has_modes()) and self._run_now(name, function)
-                if is_over:
-                    self._calls += 1
-                    if rows is _new_rows:
-                        if out is not None:
-                            for one, values in zip(args[0][0], out, strict=True):
-                                one.data.copy_(values)
-                        finished = FinishedWork()
-                        finished._tensors = args[0]
-                        return finished
-                    finished = self._finished
-                    if getrefcount(finished) > _UNSHARED or finished._future is not None:  # a caller keeps it
-                        finished = self._finished = FinishedWork()
-                    finished._tensors = () if tensor is opts else ref(args[0] if rows is not None else tensor)
-                    return finished
-            elif is_here and rows is not _new_rows and (tensor is opts or tensor.numel() <= _SMALL_ELEMENTS):
-                begun = self.communicator.begin_small(small, tensor, out, option)
-                if begun is not None:
-                    self._calls += 1
-                    work = BegunWork()
-                    work._work, work._tensors, work._queue = begun, args[0] if args else (), queue
-                    return work
-        given = dict(zip(names, args, strict=False), **kwargs)
-        if len(args) > len(names) or len(given) < len(args) + len(kwargs) or not given.keys() <= set(names):
-            raise TypeError(f"{methods[0]} got {len(args)} arguments and {list(kwargs)}; expected {', '.join(names)}")
+        given = form.bind(args, kwargs)
         first = next(tensors_in([*given.values()]), None)
         if first is not None and (not first.is_cpu or is_fake(first)):
-            return self._call_other_backend(methods, first, args, kwargs)
+            return self._call_other_backend(form.methods, first, args, kwargs)
         counted = self._calls
         try:
-            if has_dispatch_modes() and number_of_tensors:
+            if has_dispatch_modes() and form.tensors:
                 # they are to see the operator of this call, which goes past torch's dispatcher
-                _torch_method(self._counting_group, methods)(*args, **kwargs)
-            opts, root, op = given.get("opts"), given.get("root", 0), given.get("op")
-            tensors = [given.get(one) for one in tensor_names]
-            rest: list[Any] = []
-            if has_root:
-                rest.append(opts if type(opts) is int else getattr(opts, "rootRank", root))
-            if has_op:
-                op = getattr(opts, "reduceOp", opts) if op is None else op
-                rest.append(_op_of(ReduceOp.SUM if op is None or type(op) is int else op))  # an int: the root
-            if row.calls is None:
-                converted = [convert(value) for convert, value in zip(conversions, tensors, strict=True)]
-                calls, shown = [(*converted, *rest)], name
-            else:
-                calls = [(*one, *rest) for one in row.calls(*tensors)]
-                shown = f"{name} of {len(calls)}"
-            return self._call(shown, given.get(names[0]), opts, given.get("timeout"), run, calls)
+                _torch_method(self._counting_group, form.methods)(*args, **kwargs)
+            name, calls = form.calls(given)
+            return self._call(name, given.get(form.names[0]), given.get("opts"), given.get("timeout"), form.run, calls)
         except Exception as error:
             if self._calls == counted:  # `_call` was not reached
-                self._refuse(methods[0], error)
+                self._refuse(form.methods[0], error)
             raise
 
-    return run_eagerly(call)
+    return run_eagerly(call if row.small is None else _quick_method_of(form, row.small, run_eagerly(call)))
+
+
+def _quick_method_of(form: _Form, number: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of a collective that the core can run: it goes past ``call`` if it can."""
+    rows, has_root, has_op, is_barrier = form.row.rows, form.has_root, form.has_op, number == core.BARRIER
+
+    def quick(self: GroupCollectives, *args: Any, **kwargs: Any) -> Any:
+        opts: Any = args[-1] if args else None
+        if kwargs:
+            opts = kwargs.get("opts") if is_barrier and len(kwargs) == 1 and not args else None
+        queue, communicator = self._queue, self.communicator
+        if (
+            (is_async := getattr(opts, "asyncOp", None)) is None  # only torch's options have it
+            or queue.counter[0]
+            or queue.runner
+            or self._limit
+            or self._coalesced is not None
+            or is_profiled()
+            or has_dispatch_modes()
+            or getattr(opts, "timeout", _UNSET) > _NO_TIME
+        ):
+            return call(self, *args, **kwargs)
+        tensor: Any = None
+        out: Any = None
+        option: Any = None
+        if rows is not None:
+            try:
+                tensor, out = rows(communicator.size, *args[:-1])
+            except (AttributeError, RuntimeError, TypeError, ValueError):
+                return call(self, *args, **kwargs)  # which raises it
+        elif not is_barrier:
+            tensor = args[0]
+            if type(tensor) is list:
+                tensor = tensor[0] if len(tensor) == 1 else None
+        if has_op:
+            option = _OPS.get(hash(opts.reduceOp))
+            if has_root:
+                option = opts.rootRank, option
+        elif has_root:
+            option = opts.rootRank
+        if is_async:
+            is_small = is_barrier or (getattr(tensor, "is_cpu", False) and tensor.numel() <= _SMALL_ELEMENTS)
+            is_small = is_small and rows is not _new_rows
+            begun = communicator.begin_number(number, tensor, out, option) if is_small else 0
+            if begun <= 0:
+                return call(self, *args, **kwargs)
+            self._calls += 1
+            work = BegunWork()
+            work.collective, work.begun = number, (communicator._engine, begun, Work.forks)
+            work._tensors, work._queue = args[0] if args else (), queue
+            return work
+        if communicator._run_core(number, tensor, out, option) and not communicator.run_small(
+            number, tensor, out, option
+        ):
+            run = partial(communicator.all_reduce, tensor, option)
+            is_plain = number == core.ALL_REDUCE and option in _PLAIN_OPS and type(tensor) is Tensor and tensor.is_cpu
+            if not is_plain or tensor.is_sparse or has_modes() or not self._run_now(form.name, run):
+                return call(self, *args, **kwargs)
+        self._calls += 1
+        if rows is _new_rows:
+            return _gathered(args[0], out)
+        finished = self._finished
+        if getrefcount(finished) > _UNSHARED or finished._future is not None:  # a caller keeps it
+            finished = self._finished = FinishedWork()
+        finished._tensors = () if tensor is None else ref(tensor if rows is None else args[0])
+        return finished
+
+    return quick
+
+
+def _gathered(outs: Any, rows: Tensor | None) -> FinishedWork:
+    """Copy gathered rows into the outputs of a call, and return its handle."""
+    if rows is not None:
+        for out, values in zip(outs[0], rows, strict=True):
+            out.data.copy_(values)
+    finished: FinishedWork = FinishedWork()
+    finished._tensors = outs
+    return finished
 
 
 def _run_each(

@@ -14,8 +14,7 @@ from torch.futures import Future
 class Samples:
     """Number of samples of this rank's next backward pass: the state of `weighted_hook`.
 
-    Args:
-        group: the process group of the DDP module; None: the default one.
+    ``group`` is the process group of the DDP module; None: the default one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

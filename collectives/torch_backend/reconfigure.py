@@ -27,7 +27,7 @@ class Handle(NamedTuple):
 
     rank: int
     """Rank in the group when the handle was created."""
-    process: list[str | int]
+    process: tuple[str, int, int]
     """Identity by which processes of the same host see whether this one is alive."""
     token: str
     """Random number of the group in this process."""
@@ -46,7 +46,7 @@ class Handle(NamedTuple):
                 fields = json.loads(text.removeprefix(_KIND))
         match fields:
             case [int(rank), [str(host), int(pid), int(start)], str(token)]:
-                return cls(rank, [host, pid, start], token)
+                return cls(rank, (host, pid, start), token)
         raise ValueError(
             f"handle {text!r} is invalid; expected one that get_reconfigure_handle() of a gangline group returned"
         )
@@ -79,11 +79,7 @@ class NotConnected:
 
 
 def members(handles: Collection[str], own: Handle) -> tuple[int, list[Handle]]:
-    """Return the new rank of this process, and all handles in the order of the new ranks.
-
-    Args:
-        handles: handles of all members; a set stands for the order of their present ranks.
-        own: handle of this process.
+    """Return this process's new rank, and all handles in the order of the new ranks; a set keeps the present order.
 
     Raises:
         ValueError: if there is no handle, one is invalid or occurs twice, or this process's handle is missing.
@@ -108,20 +104,13 @@ def digest_of(handles: Sequence[Handle]) -> str:
 
 
 def meet(store: Store, rank: int, handles: Sequence[Handle], global_rank: int, seconds: float) -> list[int]:
-    """Wait until all members have come to the store with the same handles.
+    """Wait until all members have come to the store, whose keys this meeting alone uses; return their global ranks.
 
-    Args:
-        store: store whose keys are used by this meeting alone.
-        rank: new rank of this process.
-        handles: handles of all members, in the order of their new ranks.
-        global_rank: this process's rank in the default group.
-        seconds: time limit.
-
-    Returns:
-        The members' global ranks.
+    ``rank`` is the new one of this process, ``global_rank`` that in the default group; the handles are in the order of
+    the new ranks.
 
     Raises:
-        StallError: if a member does not come in time.
+        StallError: if a member does not come within so many seconds.
         DeadNodeError: if a member of this host has ended before it came, or the process that keeps the store is gone.
         MismatchError: if a member has come with other handles.
         GanglineError: if another member raised one of these errors.

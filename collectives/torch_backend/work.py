@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.distributed import Work as TorchWork
 from torch.futures import Future, collect_all
 
+from gangline.collectives.call_signature import COLLECTIVES
 from gangline.collectives.eager import has_modes, run_eagerly
+from gangline.collectives.engine import begun_work
+from gangline.collectives.engine.engine import Engine
 from gangline.collectives.errors import GanglineError, StallError
 from gangline.collectives.torch_backend.c10d import end_range
 from gangline.collectives.work import NoThreadError, Work, WorkQueue, nesting
@@ -65,14 +68,9 @@ class GroupWork(TorchWork):
         self._future: Future[list[Tensor]] | None = None
 
     def run(self, operation: Callable[[], object], refuse: Callable[[BaseException], None] | None = None) -> None:
-        """Run the call's operation, then the callbacks of its future, in this thread.
+        """Run the call's operation, then the callbacks of its future, in this thread; raise the operation's error.
 
-        Args:
-            operation: function without arguments.
-            refuse: called with an error of the operation that is unknown to the other ranks.
-
-        Raises:
-            Exception: if the operation raises.
+        ``refuse`` is called with an error that is unknown to the other ranks.
         """
         self._runner = threading.get_ident()
         try:
@@ -248,15 +246,28 @@ class FinishedWork(_QuickWork):
 
 @run_eagerly
 class BegunWork(_QuickWork):
-    """Handle of a collective that `Communicator.begin_small` has begun; only its future needs the queue's thread."""
+    """Handle of a collective that `Communicator.begin_number` has begun; only its future needs the queue's thread."""
 
+    collective: int
+    begun: tuple[Engine, int, int]
+    """Arguments of `end_at_once`."""
     _queue: WorkQueue
+
+    @cached_property
+    def _work(self) -> Any:  # type: ignore[override]  # a call that is only awaited needs none
+        return begun_work.BegunWork(COLLECTIVES[self.collective], *self.begun)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait for the call; see `GroupWork.wait`."""
-        if self._is_awaited or timeout > _NO_LIMIT:
+        if self._is_awaited or (timeout is not _NO_LIMIT and timeout > _NO_LIMIT):
             return super().wait(timeout)
-        self._work.wait()
+        try:
+            is_over = begun_work.end_at_once(*self.begun)
+        except BaseException as error:
+            self._work.end(error)
+            raise
+        if not is_over:
+            self._work.wait()
         return True
 
     def _begin_waiting(self) -> None:

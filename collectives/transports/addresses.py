@@ -103,12 +103,10 @@ def chosen_interface(environment: Mapping[str, str] = os.environ) -> str | None:
 def interface_address(wanted: str, option: str) -> tuple[str, str]:
     """Return an address of this host, IPv4 if there is one, and the name of its network interface.
 
-    Args:
-        wanted: name of an interface, an address of this host, or a network such as 10.1.0.0/16 that contains one.
-        option: what the user has set, for the error.
+    ``wanted`` is the name of an interface, an address of this host, or a network such as 10.1.0.0/16 that contains one.
 
     Raises:
-        ValueError: if no interface fits; the message lists them.
+        ValueError: if no interface fits; the message lists them, and names the ``option`` that the user has set.
     """
     addresses = _addresses_here()
     for address, name in addresses:
@@ -151,13 +149,9 @@ def meeting_address(host: str, environment: Mapping[str, str] = os.environ) -> s
 
 
 def local_address(peer: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address of this host at which hosts that can reach ``peer`` reach it.
+    """Return the address of this host at which hosts that can reach ``peer``, a name or address, reach it.
 
     It is loopback if `meeting_address` of the peer is, else that of `chosen_interface`, else the one with the route.
-
-    Args:
-        peer: host name or address.
-        environment: environment variables.
 
     Raises:
         ValueError: if the interface that the environment names is not on this host.

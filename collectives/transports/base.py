@@ -69,13 +69,9 @@ def wait_until(ready: Callable[[], bool], pause: Callable[[float], object], chec
 
 @contextmanager
 def within(all_gather: BootstrapAllGather, members: Sequence[int]) -> Iterator[BootstrapAllGather]:
-    """Yield the all-gather of this rank's group; each group may call it any number of times.
+    """Yield the all-gather of this rank's group, whose rank i is rank ``members[i]`` of all; it may be called at will.
 
     Collective over all ranks, not only the group: leaving the context blocks until all groups have left it.
-
-    Args:
-        all_gather: that of all ranks.
-        members: ranks of the group: rank i of the group is rank ``members[i]`` of all.
     """
 
     def group_all_gather(data: bytes) -> list[bytes]:
@@ -182,12 +178,8 @@ class Transport(ABC):
     def waiter(self, sources: Collection[int], targets: Collection[int]) -> Callable[[float], None]:  # noqa: ARG002
         """Return a function that sleeps for so many seconds, until a message arrives or leaves, or until `wake`.
 
-        It counts events since `waiter` returned: call `poll` and `progress` in between. It is called once, by a thread
-        that may run beside other calls of the transport.
-
-        Args:
-            sources: ranks whose messages end the sleep.
-            targets: ranks with outgoing messages.
+        Messages from ``sources`` or to ``targets`` count, since `waiter` returned: call `poll` and `progress` in
+        between. It is called once, by a thread that may run beside other calls of the transport.
         """
         return lambda seconds: time.sleep(min(seconds, PROGRESS_POLL_SECONDS))
 

@@ -22,11 +22,8 @@ from gangline.collectives.transports.shm.transport import SharedMemoryTransport
 class HybridTransport(Transport):
     """Transport of a rank that shares memory with some of the other ranks; users see "tcp", as between all hosts.
 
-    Args:
-        local: transport between the ranks of this host.
-        local_ranks: the ranks of this host among all ranks, in the order of their ranks in ``local``.
-        network: transport between all ranks; it must progress while this rank waits elsewhere.
-        wait_policy: called while this rank waits.
+    ``local_ranks`` are the ranks of this host among all ranks, in the order of their ranks in ``local``. The network, a
+    transport between all ranks, must progress while this rank waits elsewhere.
     """
 
     name = "tcp"

@@ -37,12 +37,7 @@ def replaces_tcp(host: str) -> bool:
 
 
 def name_of(purpose: str, port: int) -> str:
-    """Return the name of the socket that stands for a TCP port of loopback; each user has ports of his own.
-
-    Args:
-        purpose: "scheduler" or "store".
-        port: as given by the user or by a launcher.
-    """
+    """Return the name of the socket that stands for a TCP port of loopback; each user has ports of his own."""
     return f"gangline-{purpose}-{os.getuid()}-{port}"
 
 
@@ -67,10 +62,7 @@ def listen(name: str) -> socket.socket:
 class Server:
     """Thread that accepts connections of this user's processes at a name, until it is closed or the process forks.
 
-    Args:
-        name: as for `listen`.
-        serve: called in the thread with each connection, which it must close.
-        thread: name of the thread.
+    ``serve`` is called in the thread, which has the name ``thread``, with each connection, which it must close.
 
     Raises:
         OSError: if the name is in use.
@@ -148,9 +140,7 @@ def is_free(purpose: str, port: int) -> bool:
 def connect(name: str, timeout: float | None = None) -> socket.socket:
     """Connect to the socket at a name; never wait for a listener that does not accept connections.
 
-    Args:
-        name: as given to `listen`.
-        timeout: time limit of later calls of the socket, in seconds; None for no limit.
+    ``timeout`` limits later calls of the socket, in seconds; None: no limit.
 
     Raises:
         BlockingIOError: if so many processes connect there that it takes no more now.

@@ -23,6 +23,7 @@ _FILES = {
     "balance": "gangline.bench.unequal.contexts",
     "unequal-ranks": "gangline.bench.unequal.ranks",
     "unequal-samples": "gangline.bench.unequal.samples",
+    "local-steps": "gangline.bench.local_steps",
     "compression": "gangline.bench.compression",
     "device-group": "gangline.bench.device_group",
     "tune": "gangline.bench.algorithms.tuning",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +18,17 @@ import typer
 
 from gangline.cli.logs import logging_to_stderr
 from gangline.cli.options import as_usage_errors, loads_of, numbers, signals_of
-from gangline.collectives.environments.job_key import JobKey
+from gangline.collectives.environments.job_key import FILE, JobKey, job_key
 from gangline.collectives.timeline import recorder
-from gangline.collectives.transports.addresses import interface_address, local_address, resolved
+from gangline.collectives.transports.addresses import (
+    interface_address,
+    is_loopback,
+    local_address,
+    reachable_address,
+    resolved,
+)
 from gangline.collectives.transports.unix_sockets import connect
+from gangline.kvstore.parameter_server.environment import parse_bytes
 from gangline.kvstore.restart_variables import parse_bounds
 from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher.binding import Host
@@ -43,7 +51,7 @@ _engine_option = partial(typer.Option, rich_help_panel="Engines")
 Launcher = Literal["local", "ssh", "mpi", "slurm"]
 """Ways to start processes."""
 _OF_LAUNCHERS = {
-    "interface": ("ssh", "mpi", "slurm"),
+    "interface": ("local", "ssh", "mpi", "slurm"),
     "ssh": ("ssh",),
     "remote_python": ("ssh",),
     "mpirun": ("mpi",),
@@ -75,6 +83,8 @@ class LaunchOptions:
     """Number of workers; with hosts the default is their number of slots."""
     servers: Annotated[int, typer.Option("-s", "--servers", "--num-servers", metavar="N", min=0)] = 1
     """Number of servers, beside a scheduler. 0: none; workers of a dist_* store then start their own."""
+    server_memory: str | None = None
+    """Memory of each server, such as 8G,24G: it holds keys in this proportion. Default: by the hosts' free memory."""
     launcher: Launcher = "local"
     """Start the processes on this host, or by ssh, MPI or Slurm."""
     gpus: str | None = None
@@ -96,8 +106,8 @@ class LaunchOptions:
     """Number of processes of a dist_* store, scheduler included, that start again alone, while the others wait for
     them. Beyond it the job fails."""
     elastic: Annotated[str | None, typer.Option(metavar="MIN:MAX")] = None
-    """Least and most workers of a dist_* store, which may change while the job runs: by `gangline resize`, or by a
-    SIGTERM to a worker."""
+    """Least and most workers of a dist_* store, which may change while the job runs: by `gangline resize`, by a SIGTERM
+    to a worker and, if GANGLINE_JOB_KEY_FILE names a key, by `gangline join` on other hosts."""
     stop_signals: str | None = None
     """Signals that stop the job, beside INT, TERM and HUP, such as USR1: workers get SIGTERM, write a checkpoint and
     exit with 75."""
@@ -113,7 +123,7 @@ class LaunchOptions:
     """Hosts and their slots, such as node1,node2:4."""
     interface: Annotated[str | None, _host_option()] = None
     """Network interface of the job's connections, or an address or network such as 10.1.0.0/16. Without it hosts use
-    the addresses at which ssh reaches them."""
+    the addresses at which ssh reaches them. With --elastic it is where workers of other hosts join."""
     ssh: Annotated[str, _host_option()] = "ssh"
     """ssh command, such as "ssh -p 2222"."""
     remote_python: Annotated[str, _host_option(show_default="the same path")] = sys.executable
@@ -166,16 +176,26 @@ def launch(options: LaunchOptions) -> None:
         idle_surplus=options.idle_surplus,
         restart_processes=options.restart_processes,
         elastic=bounds,
+        server_memory=_server_memory(options.server_memory, servers),
     )
     if launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:  # in an allocation srun starts tasks at once
         raise typer.Exit(_submit(job, options))
     engine_options = tuple(options.engine_option or ())
     timeouts = StopTimeouts(stop=options.grace)
     connection = SshOptions(options.ssh, options.remote_python, options.interface)
-    host = Host()
+    host, shared_key = Host(), None
+    is_open = bounds is not None and bool(os.environ.get(FILE))
+    if launcher == "local" and options.interface is not None and not is_open:
+        raise UsageError(
+            f"--interface is for workers that join from other hosts; it needs --elastic, and a key in {FILE}"
+        )
     if launcher != "ssh":
         with as_usage_errors():
             host = _address_here(options, entries) or local_host(options.gpus, is_checked=not options.dry_run)
+            if is_open:
+                name = options.interface
+                address = reachable_address() if name is None else interface_address(name, "--interface")[0]
+                host, shared_key = replace(host, address=address), job_key()
 
     def planned(job: JobSpec) -> list[Process]:
         if launcher == "ssh":
@@ -195,22 +215,35 @@ def launch(options: LaunchOptions) -> None:
         return
     if bounds is not None:
         print(f"gangline: `gangline resize {os.getpid()} N` changes the number of workers", file=sys.stderr, flush=True)
+        if not is_open:
+            print(f"gangline: other hosts can add workers if {FILE} names a key", file=sys.stderr, flush=True)
     if options.log_dir is not None and launcher != "ssh":  # whose other hosts have folders of their own
         try:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--log-dir {options.log_dir} cannot be created: {error.strerror}") from None
 
+    with as_usage_errors():
+        own_key = job_key() if launcher == "ssh" else None  # which readers on other hosts need
+
     def attempt(restart: int) -> Outcome:
         table = planned(replace(job, restart=restart)) if restart else first
+        if servers:
+            _print_address(table[0].environment, knows_key=own_key is not None or launcher in ("mpi", "slurm"))
         if launcher == "ssh":
-            connections = ssh_table(table, entries, connection, JobKey.new(), options.grace, options.log_dir)
+            key = own_key or JobKey.new()
+            connections = ssh_table(table, entries, connection, key, options.grace, options.log_dir)
             return run(connections, timeouts, stop_signals=stops)
+        if is_open:
+            name = f"[{host.address}]" if ":" in host.address else host.address
+            address = f"{name}:{table[0].environment['DMLC_PS_ROOT_PORT']}"
+            line = f"{FILE}=... gangline join {address} -- {shlex.join(options.command)}"
+            print(f"gangline: on another host, with the same key: {line}", file=sys.stderr, flush=True)
         return run(
             table,
             timeouts,
             # mpirun and srun pass no descriptors on: GANGLINE_JOB_KEY_FILE names the key of their jobs.
-            JobKey.new() if launcher == "local" else None,
+            (shared_key or JobKey.new()) if launcher == "local" else None,
             stop_signals=stops,
             reports=Reports(options.log_dir),
             restart_processes=options.restart_processes,
@@ -236,6 +269,7 @@ def _submit(job: JobSpec, options: LaunchOptions) -> int:
     words = [sys.executable, "-m", "gangline", "launch", "--launcher", "slurm", "-n", str(job.workers)]
     words += ["-s", str(job.servers), "--grace", f"{options.grace:g}"]
     for option, value in (
+        ("--server-memory", options.server_memory),
         ("--work-load-list", job.loads_text() or None),
         ("--interface", options.interface),
         ("--log-dir", options.log_dir),
@@ -253,6 +287,18 @@ def _submit(job: JobSpec, options: LaunchOptions) -> int:
         return submit(script)
     except FileNotFoundError:
         raise UsageError("sbatch is not here; install Slurm, or print what it would get by --dry-run") from None
+
+
+def _server_memory(words: str | None, servers: int) -> tuple[int, ...]:
+    """Return the bytes of each server by --server-memory; empty: not given."""
+    if words is None:
+        return ()
+    sizes = words.split(",")
+    if len(sizes) != servers:
+        given = "1 size" if len(sizes) == 1 else f"{len(sizes)} sizes"
+        raise UsageError(f"--server-memory has {given} for {servers} servers (-s); expected one for each")
+    with as_usage_errors():
+        return tuple(parse_bytes(size, "--server-memory") for size in sizes)
 
 
 def _check_used(options: LaunchOptions) -> None:
@@ -332,6 +378,14 @@ def _print_table(table: Sequence[Process], hosts: Sequence[HostEntry]) -> None:
         if hosts:
             print(f"# {hosts[index].name}")
         print(*(one.shell_line() for one in table if one.host == index and not one.is_spare), sep="\n")
+
+
+def _print_address(environment: Mapping[str, str | None], *, knows_key: bool) -> None:
+    """Print where readers of the job's versions attach, and the key that they need from other hosts."""
+    host, port = environment["DMLC_PS_ROOT_URI"] or "", environment["DMLC_PS_ROOT_PORT"]
+    key = f", with the key of {FILE}" if knows_key else f"; they need a key: set {FILE} before the job starts"
+    shown = f"[{host}]" if ":" in host else host
+    print(f"gangline: readers attach at {shown}:{port}{'' if is_loopback(host) else key}", file=sys.stderr, flush=True)
 
 
 def _report_surplus(table: Sequence[Process], workers: int) -> None:

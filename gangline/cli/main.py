@@ -17,6 +17,7 @@ from gangline.cli.advise import advise
 from gangline.cli.bench import bench
 from gangline.cli.check import check
 from gangline.cli.env import env
+from gangline.cli.join import join
 from gangline.cli.key import key
 from gangline.cli.launch import LaunchOptions, launch, resize
 from gangline.cli.options import command
@@ -66,6 +67,7 @@ app.command(context_settings={"allow_interspersed_args": False})(
     command(launch, LaunchOptions)
 )  # options after CMD belong to CMD
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(join)
 for subcommand in (check, env, plan, status, resize):
     app.command()(subcommand)
 app.add_typer(bench, name="bench")

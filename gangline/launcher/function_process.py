@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -10,29 +9,17 @@ import signal
 import sys
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
-from multiprocessing.reduction import ForkingPickler
-from multiprocessing.spawn import prepare
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gangline.collectives.environments.job_key import JobKey
+from gangline.collectives.processes.function_call import ErrorReport, import_script, pack, unpack
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.launcher.job import Process
 from gangline.launcher.local import run
 from gangline.launcher.supervisor import Reports, StopTimeouts
 
-try:
-    import cloudpickle
-except ImportError:  # functions of notebooks are then refused
-    cloudpickle = None
-
-HAS_CLOUDPICKLE = cloudpickle is not None
-importing_script = False
-"""True while a worker imports its caller's script, which must not launch a job then."""
-
 _PACKAGES = str(Path(__file__).absolute().parents[3])
-_Base: Any = ForkingPickler if cloudpickle is None else cloudpickle.Pickler
 
 
 class FunctionTask(NamedTuple):
@@ -43,35 +30,7 @@ class FunctionTask(NamedTuple):
     results: tuple[str, ...]
     """Path of each worker's result."""
     preparation: dict[str, Any]
-    """Data that multiprocessing sends to its children: search path, arguments, and the script if needed."""
-
-
-class _Pickler(_Base):  # type: ignore[misc]  # one of two bases
-    """Pickler that copies tensors, and functions of ``__main__`` if cloudpickle is installed."""
-
-    def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, 5)
-        # Without torch there are no tensors; importing it takes seconds.
-        module = import_module("gangline.collectives.processes.rank_main") if "torch" in sys.modules else None
-        self._reduce_tensor = getattr(module, "reduce_tensor", None)
-
-    def reducer_override(self, value: Any) -> Any:
-        reduced = NotImplemented if self._reduce_tensor is None else self._reduce_tensor(value)
-        if reduced is NotImplemented and cloudpickle is not None:
-            return super().reducer_override(value)
-        return reduced
-
-
-def pack(value: Any) -> bytes:
-    """Pickle a value for another process of this user."""
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def unpack(packed: bytes) -> Any:
-    """Unpickle a value; only for bytes from a process of the same job on this host."""
-    return pickle.loads(packed)  # noqa: S301
+    """Argument of `import_script`."""
 
 
 def search_path(inherited: Mapping[str, str]) -> str:
@@ -96,11 +55,11 @@ def work(task_path: str) -> None:
         task: FunctionTask = unpack(file.read())
     rank = int(os.environ["RANK"])
     try:
-        _import_script(task, rank)
+        import_script(task.preparation, f"worker {rank}")
         fn, args = unpack(task.packed)
         returned = fn(*args)
         try:
-            packed = pack(("returned", returned))
+            packed = pack(("returned", returned), by_value=True)
         except Exception as error:
             raise ValueError(
                 f"the result of worker {rank}, of type {type(returned).__name__}, cannot be pickled: {error}"
@@ -108,9 +67,7 @@ def work(task_path: str) -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  every exception goes to the caller
-        from gangline.collectives.processes.rank_main import RankReport  # imports torch
-
-        _write_result(task.results[rank], pack(("failed", RankReport.of(error))))
+        _write_result(task.results[rank], pack(("failed", ErrorReport.of(error))))
         raise SystemExit(1) from None
     _write_result(task.results[rank], packed)
 
@@ -133,12 +90,3 @@ def _write_result(path: str, packed: bytes) -> None:
 
 def _write_text(fd: int, text: str) -> None:
     os.write(fd, text.encode())
-
-
-def _import_script(task: FunctionTask, rank: int) -> None:
-    global importing_script
-    importing_script = True
-    try:
-        prepare({**task.preparation, "name": f"worker {rank}"})
-    finally:
-        importing_script = False

@@ -13,25 +13,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from multiprocessing.spawn import get_preparation_data
 from typing import IO, Any, Literal, TextIO
 
 from gangline.collectives.environments.job_key import job_key
 from gangline.collectives.errors import DeadNodeError, StallError, name_ranks
+from gangline.collectives.processes.function_call import (
+    HAS_CLOUDPICKLE,
+    SCRIPT,
+    check_count,
+    check_not_importing,
+    pack,
+    pack_call,
+    preparation,
+    program_is_file,
+)
 from gangline.kvstore.workload import check_work_load_list
 from gangline.launcher import function_process
-from gangline.launcher.function_process import (
-    HAS_CLOUDPICKLE,
-    FunctionTask,
-    pack,
-    read_result,
-    search_path,
-)
+from gangline.launcher.function_process import FunctionTask, read_result, search_path
 from gangline.launcher.job import JobSpec, Process, free_ports, process_table
 from gangline.launcher.topology import read_host
 
 _log = logging.getLogger("gangline")
 _READ = 1 << 16
+_REFUSAL = "function {fn} cannot be pickled: {why}; " + (
+    "it uses something that exists in this process only; pass such things as data, or open them in it"
+    if HAS_CLOUDPICKLE
+    else "define it by `def` at the top level of a module, or install cloudpickle"
+)
 
 
 def launch(
@@ -81,21 +89,25 @@ def launch(
         Exception: if ``fn`` raised: the first error, with the rank and its traceback as a note. Classes that are
             neither built in nor gangline's are replaced by their nearest base class that is.
     """
-    _check_count("workers", workers, 1)
-    _check_count("servers", servers, 0)
-    _check_count("max_restarts", max_restarts, 0)
-    if function_process.importing_script:
-        raise RuntimeError(
-            f"launch was called while a worker imports the script {sys.argv[0]!r}; call it under "
-            '`if __name__ == "__main__":`, or install cloudpickle: workers then need no script'
-        )
+    check_count("workers", workers)
+    check_count("servers", servers, 0)
+    check_count("max_restarts", max_restarts, 0)
+    problem = "launch was called while a worker imports the script"
+    check_not_importing(problem, "or install cloudpickle: workers then need no script")
     _check_gpus(gpus)
     if work_load_list and work_load_list != "auto":
         if len(work_load_list) != workers:
             raise ValueError(f"work_load_list has {len(work_load_list)} entries for {workers} workers")
         work_load_list = tuple(check_work_load_list(work_load_list, workers))
     loads: Any = work_load_list if work_load_list == "auto" else tuple(work_load_list)
-    packed = _pack(fn, args)
+    if not callable(fn):
+        raise TypeError(f"launch got {fn!r}; expected a function")
+    if getattr(fn, "__module__", None) == "__main__" and not HAS_CLOUDPICKLE and not program_is_file():
+        raise ValueError(
+            f"workers cannot import {fn!r}, as this program is not a file: install cloudpickle (pip install "
+            "cloudpickle), or define the function in a module"
+        )
+    packed = pack_call("launch", (), fn, args, _REFUSAL, by_value=True)
     for name, value in (env or {}).items():
         if not isinstance(value, str):
             raise TypeError(f"env has {name!r}: {value!r}; expected texts")
@@ -106,7 +118,8 @@ def launch(
     while True:
         with ExitStack() as stack:
             task, failure, *results = [_open_memory(stack, name) for name in ("task", "failure", *["result"] * workers)]
-            description = FunctionTask(packed, tuple(map(_path, results)), _preparation())
+            script = preparation("authkey", "start_method", *(SCRIPT if HAS_CLOUDPICKLE else ()))
+            description = FunctionTask(packed, tuple(map(_path, results)), script)
             with open(task, "wb", closefd=False) as file:
                 file.write(pack(description))
             command = (sys.executable, "-c", f"from {function_process.__name__} import work; work({_path(task)!r})")
@@ -217,9 +230,7 @@ def _results(files: Sequence[int], code: int, reason: str) -> list[Any]:
     size = len(outcomes)
     missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
     reports = {rank: outcome[1] for rank, outcome in enumerate(outcomes) if outcome and outcome[0] == "failed"}
-    errors = {rank: report.error() for rank, report in reports.items()}
-    for rank, error in errors.items():
-        error.add_note(f"raised by worker {rank} of {size}:\n{reports[rank].trace}")
+    errors = {rank: report.error(f"worker {rank} of {size}") for rank, report in reports.items()}
     order = sorted(errors, key=lambda rank: (isinstance(errors[rank], DeadNodeError), reports[rank].when))
     has_report = any(reason.startswith(f"worker {rank} (") for rank in errors)
     if errors and (has_report or not reason):
@@ -248,49 +259,6 @@ def _path(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    if not callable(fn):
-        raise TypeError(f"launch got {fn!r}; expected a function")
-    if getattr(fn, "__module__", None) == "__main__" and not HAS_CLOUDPICKLE and not _is_file():
-        raise ValueError(
-            f"workers cannot import {fn!r}, as this program is not a file: install cloudpickle (pip install "
-            "cloudpickle), or define the function in a module"
-        )
-    try:
-        return pack((fn, args))
-    except Exception as error:
-        for index, value in enumerate((fn, *args)):
-            _check_picklable(index, value)
-        raise ValueError(f"the function and arguments of launch cannot be pickled: {error}") from error
-
-
-def _check_picklable(index: int, value: Any) -> None:
-    try:
-        pack(value)
-    except Exception as error:
-        if index:
-            name = f"argument {index} of launch, of type {type(value).__name__},"
-            raise ValueError(f"{name} cannot be pickled: {error}") from error
-        remedy = "define it by `def` at the top level of a module, or install cloudpickle"
-        if HAS_CLOUDPICKLE:
-            remedy = "it uses something that exists in this process only; pass such things as data, or open them in it"
-        raise ValueError(f"function {value!r} cannot be pickled: {error}; {remedy}") from error
-
-
-def _preparation() -> dict[str, Any]:
-    """Return a worker's setup for unpickling: search path, arguments, and the script without cloudpickle."""
-    data = get_preparation_data("worker")
-    unwanted = {"authkey", "start_method"}
-    if HAS_CLOUDPICKLE or not _is_file():
-        unwanted |= {"init_main_from_path", "init_main_from_name"}
-    return {**{name: value for name, value in data.items() if name not in unwanted}, "dir": os.getcwd()}
-
-
-def _is_file() -> bool:
-    """Return True if this program is a script or module, which workers can import."""
-    return os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
-
-
 def _is_own(stream: TextIO | IO[str], fd: int) -> bool:
     """Return True if text written to ``stream`` goes to the descriptor ``fd``: not in a notebook."""
     if stream not in (sys.__stdout__, sys.__stderr__):
@@ -299,13 +267,6 @@ def _is_own(stream: TextIO | IO[str], fd: int) -> bool:
         return stream.fileno() == fd
     except (OSError, ValueError):  # no descriptor, or closed
         return False
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected at least {least}")
 
 
 def _check_gpus(gpus: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from gangline.collectives.environments.job_name import RUN_ID
 from gangline.collectives.transports import unix_sockets
+from gangline.kvstore.parameter_server.environment import SERVER_MEMORY
 from gangline.kvstore.restart_variables import ELASTIC, INCARNATION, LEAVING, PROCESS_RESTARTS, RESTART
 from gangline.launcher.binding import LOCALHOST, NCCL_MEMCPY, Binding, Host, bind
 
@@ -51,6 +52,8 @@ class JobSpec:
     """Maximum number of restarts of single workers and servers while the job runs."""
     elastic: tuple[int, int] | None = None
     """Minimum and maximum number of workers of an elastic job; None: not elastic."""
+    server_memory: tuple[int, ...] = ()
+    """Bytes of each server, in whose proportion it holds keys; empty: by their free memory."""
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """Name of the job, the same after restarts."""
 
@@ -144,6 +147,7 @@ def process_table(
     supervised: list[tuple[str, int | None]] = []
     if job.servers:
         supervised = [("scheduler", None), *(("server", rank) for rank in range(job.servers))]
+    has_server_ranks = job.restart_processes or job.server_memory
     processes = [
         Process(
             role,
@@ -153,7 +157,8 @@ def process_table(
                 **common,
                 **_SUPERVISED,
                 "DMLC_ROLE": role,
-                **({"DMLC_SERVER_ID": str(rank)} if rank is not None and job.restart_processes else {}),
+                **({"DMLC_SERVER_ID": str(rank)} if rank is not None and has_server_ranks else {}),
+                **({SERVER_MEMORY: str(job.server_memory[rank])} if rank is not None and job.server_memory else {}),
             },
             used[(rank or 0) % len(used)],
         )

@@ -8,6 +8,7 @@ exchange lines: on standard input "stop" and "workers ended" (on all hosts), on 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import selectors
 import signal
@@ -27,7 +28,12 @@ from gangline.collectives.host_files import opener
 from gangline.collectives.processes.parent_death import die_with_parent
 from gangline.collectives.transports import unix_sockets
 from gangline.kvstore.restart_variables import (
+    ANSWERS_FD,
+    ASKED,
+    CAME,
+    DIED,
     ENTERED,
+    IF_POSSIBLE,
     INCARNATION,
     KEPT_MEMORY,
     LAUNCHER_FD,
@@ -53,6 +59,8 @@ _LEFT_SECONDS = 2.0
 _STOP = "stop"
 _WORKERS_ENDED = "workers ended"
 _FAILED = "failed"
+_OF_GUESTS = ("DMLC_", "GANGLINE_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_")
+"""Beginnings of the names of variables that a worker of another host gets."""
 _REQUEST = 64
 """Maximum bytes of a request for another number of workers."""
 ERROR = "error: "
@@ -145,12 +153,16 @@ class Supervisor:
         """Descriptors, by label, of memory where a restarted process finds its state."""
         self._from_scheduler: int | None = None
         """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended."""
+        self._to_scheduler: int | None = None
+        """Pipe to the scheduler of an elastic job (`ANSWERS_FD`)."""
         self._scheduler_line = b""
         """Beginning of an incomplete line of the scheduler."""
         self._left: list[str] = []
         """Labels of the processes that have left the job, in order; they are not restarted."""
         self._entered: set[str] = set()
         """Labels of the workers of an elastic job that have begun to take part: the others need them."""
+        self._guests: set[str] = set()
+        """Labels of the workers of an elastic job that run on other hosts."""
         self._failed_later: list[tuple[_Child, int]] = []
         """Workers that failed while a worker that had left the job was still ending: its exit may be the cause."""
         self._is_lost = False
@@ -239,16 +251,16 @@ class Supervisor:
     def _resize(self, words: str) -> str:
         """Start workers, or ask some to leave, to reach the number in ``words``; return the answer."""
         assert self._elastic is not None
-        least, most = self._elastic.least, self._elastic.most
+        least, most = self._elastic.least, self._elastic.most - len(self._guests)
         running = sorted(self._workers(), key=lambda child: child.process.rank or 0)
         staying = [child for child in running if not child.is_leaving]
         if not words.isdecimal() or not least <= int(words) <= most:
-            return f"{ERROR}{words!r} workers; expected {least} to {most}"
+            guests = f" beside {len(self._guests)} on other hosts" if self._guests else ""
+            return f"{ERROR}{words!r} workers; expected {least} to {most}{guests}"
         if self._code is not None or not running:
             return f"{ERROR}the job ends"
         count = int(words)
-        used = {child.process.environment["LOCAL_RANK"] for child in running}
-        free = [process for process in self._slots if process.environment["LOCAL_RANK"] not in used]
+        free = self._free_slots()
         if count - len(staying) > len(free):
             return f"{ERROR}{len(running) - len(staying)} workers are leaving; add others when they have ended"
         for child in staying[count:]:
@@ -256,9 +268,7 @@ class Supervisor:
             send_program(child.popen.pid, signal.SIGTERM)
         added = []
         for process in free[: max(count - len(staying), 0)]:
-            rank = str(self._next_rank)
-            environment = {**process.environment, "DMLC_WORKER_ID": rank, "RANK": rank}
-            added.append(replace(process, rank=self._next_rank, environment=environment))
+            added.append(_of_rank(process, self._next_rank))
             self._next_rank += 1
         self._start_all(added)
         changes = [f"{process.label} starts" for process in added]
@@ -266,6 +276,35 @@ class Supervisor:
         done = f"{len(staying)} to {count} workers: {', '.join(changes) or 'nothing changes'}"
         self._report(done)
         return done
+
+    def _free_slots(self) -> list[Process]:
+        used = {child.process.environment["LOCAL_RANK"] for child in self._workers()}
+        return [process for process in self._slots if process.environment["LOCAL_RANK"] not in used]
+
+    def _grant_rank(self, asking: str) -> None:
+        """Answer the scheduler with the rank and variables of a worker of another host."""
+        if self._to_scheduler is None or self._code is not None:
+            return
+        process = _of_rank(self._slots[0], self._next_rank)
+        places = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        variables = [
+            f"{name}={places.get(name, value)}"
+            for name, value in process.environment.items()
+            if value is not None and name.startswith(_OF_GUESTS)
+        ]
+        with suppress(OSError):
+            os.write(self._to_scheduler, json.dumps([asking, self._next_rank, variables]).encode() + b"\n")
+            self._next_rank += 1
+
+    def _replace_guest(self, label: str) -> None:
+        """Start a worker in the place of one on another host that has died, to repeat its round and leave."""
+        self._guests.discard(label)
+        if not self._is_lost and label not in {child.process.label for child in self._workers()}:
+            self._report(f"{label} on another host has died; another process repeats its round here, and leaves")
+            process = _of_rank((self._free_slots() or self._slots)[0], int(label.split()[1]))
+            changed = {INCARNATION: "1", LEAVING: IF_POSSIBLE}
+            self._start_all([replace(process, environment={**process.environment, **changed})])
+        self._end_servers()
 
     def _start_all(self, processes: Sequence[Process]) -> None:
         with inherited_key(self._key) as (environment, descriptors):
@@ -281,10 +320,13 @@ class Supervisor:
                     self._from_scheduler, own[LAUNCHER_FD] = os.pipe()
                     os.set_blocking(self._from_scheduler, False)
                     self._selector.register(self._from_scheduler, selectors.EVENT_READ, self._hear_scheduler)
+                    if self._elastic is not None:
+                        own[ANSWERS_FD], self._to_scheduler = os.pipe()
+                        os.set_blocking(self._to_scheduler, False)
                 more = {**environment, **{name: str(descriptor) for name, descriptor in own.items()}}
                 self._start(process, more, [*descriptors, *own.values()])
-                if LAUNCHER_FD in own:
-                    os.close(own[LAUNCHER_FD])
+                for name in own.keys() & {LAUNCHER_FD, ANSWERS_FD}:
+                    os.close(own[name])
 
     def _kept_memory_of(self, process: Process) -> int:
         if process.label not in self._kept_memory:
@@ -306,13 +348,32 @@ class Supervisor:
             except BlockingIOError:
                 return
             *lines, self._scheduler_line = (self._scheduler_line + data).split(b"\n")
-            self._is_lost |= LOST in lines
-            self._entered.update(line.removeprefix(ENTERED).decode() for line in lines if line.startswith(ENTERED))
-            self._left += (line.decode() for line in lines if not line.startswith(ENTERED))
             if not data:
                 self._selector.unregister(self._from_scheduler)
                 os.close(self._from_scheduler)
-                self._from_scheduler = None
+                if self._to_scheduler is not None:
+                    os.close(self._to_scheduler)
+                self._from_scheduler = self._to_scheduler = None
+            for line in lines:
+                self._handle_line(line)
+
+    def _handle_line(self, line: bytes) -> None:
+        mark, text = line[:1], line[1:].decode()
+        if mark == LOST:
+            self._is_lost = True
+        elif mark == ENTERED:
+            self._entered.add(text)
+        elif mark == CAME:
+            self._guests.add(text)
+        elif mark == DIED:
+            self._replace_guest(text)
+        elif mark == ASKED:
+            self._grant_rank(text)
+        else:
+            self._left.append(line.decode())
+            if self._left[-1] in self._guests:
+                self._guests.remove(self._left[-1])
+                self._end_servers()
 
     def _restart(self, child: _Child, code: int) -> None:
         """Restart a process with its role and rank."""
@@ -511,7 +572,8 @@ class Supervisor:
 
     def _end_servers(self) -> None:
         """If no worker is left on any host, stop the servers, or set the deadline for their end."""
-        if (self._has_workers() and not (self._elastic and self._is_job_over)) or not self._children:
+        has_workers = self._has_workers() or (bool(self._guests) and self._code is None)
+        if (has_workers and not (self._elastic and self._is_job_over)) or not self._children:
             return
         if self._servers_stop_last:
             self._servers_stop_last = False
@@ -648,6 +710,11 @@ class Supervisor:
             self._code = self._code or 0
             self._alarm = time.monotonic() + self._timeouts.stop, self._kill_late
         return bool(orphans)
+
+
+def _of_rank(slot: Process, rank: int) -> Process:
+    """Return the worker of a slot of an elastic job with a new rank."""
+    return replace(slot, rank=rank, environment={**slot.environment, "DMLC_WORKER_ID": str(rank), "RANK": str(rank)})
 
 
 def _prepare(parent: int, cpus: Collection[int]) -> None:

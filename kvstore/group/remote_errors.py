@@ -12,7 +12,7 @@ ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
         *(DeadNodeError, MismatchError, ProtocolError, StallError, GanglineError),
-        *(ValueError, KeyError, TypeError, RuntimeError, MemoryError),
+        *(ValueError, KeyError, TypeError, RuntimeError, MemoryError, EOFError),
         *(OSError, FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError),
         DiskFullError,
     )

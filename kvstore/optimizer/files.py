@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from gangline.collectives.liveness.process_state import kernel_identity
 from gangline.kvstore.errors import DiskFullError
 from gangline.kvstore.group.serialization import bytes_of
 
-_HEADER, _CHECKSUM = "gangline", "gangline_checksum"
-_DTYPES = {
+HEADER, CHECKSUM = "gangline", "gangline_checksum"
+"""Entries of a file's metadata."""
+DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -59,30 +60,44 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
     on_host = {name: tensors[name].detach().cpu().contiguous() for name in ordered}
     text = json.dumps(header)
-    entries: dict[str, Any] = {"__metadata__": {_HEADER: text, _CHECKSUM: _checksum(text, on_host)}}
-    end = 0
-    for name, tensor in on_host.items():
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"tensor {name!r} of {path} is of {tensor.dtype}, which safetensors does not have")
-        begin, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    packed = json.dumps(entries).encode()
-    packed += b" " * (-len(packed) % 8)
     with open(path, "xb", opener=opener) as file:
-        file.write(len(packed).to_bytes(8, "little") + packed)
+        file.write(head(text, _checksum(text, on_host), layout(on_host, path)))
         for tensor in on_host.values():
             file.write(bytes_of(tensor).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
+def layout(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, Any]:
+    """Return the entry of each tensor in a file's head, with the data in this order; TypeError if one has no place."""
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"tensor {name!r} of {path} is of {tensor.dtype}, which safetensors does not have")
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return entries
+
+
+def head(text: str, checksum: str, entries: Mapping[str, Any]) -> bytes:
+    """Return what precedes the data: the header as JSON, its checksum and the entries."""
+    packed = json.dumps({"__metadata__": {HEADER: text, CHECKSUM: checksum}, **entries}).encode()
+    packed += b" " * (-len(packed) % 8)
+    return len(packed).to_bytes(8, "little") + packed
+
+
 def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the CRC-32 of the header and of names, dtypes, shapes and data of tensors, as 8 hexadecimal digits."""
     total = zlib.crc32(header.encode())
     for name, tensor in sorted(tensors.items()):
-        total = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
+        total = zlib.crc32(described(name, tensor.dtype, tensor.shape), total)
         total = zlib.crc32(bytes_of(tensor).numpy().data, total)
     return f"{total:08x}"
+
+
+def described(name: str, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """Return what precedes a tensor's data in the checksum of a file."""
+    return f"{name} {dtype} {list(shape)}".encode()
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]) -> None:
@@ -171,11 +186,11 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-        if _HEADER not in metadata:
+        if HEADER not in metadata:
             return tensors, None
-        if metadata.get(_CHECKSUM) != _checksum(metadata[_HEADER], tensors):
+        if metadata.get(CHECKSUM) != _checksum(metadata[HEADER], tensors):
             raise ValueError("its checksum is wrong")
-        header: dict[str, Any] = json.loads(metadata[_HEADER])
+        header: dict[str, Any] = json.loads(metadata[HEADER])
     except Exception as error:  # any error of damaged bytes
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
     return tensors, header

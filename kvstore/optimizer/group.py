@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from gangline.collectives.work import Work
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
 
@@ -36,6 +37,8 @@ class OptimizerGroup:
         """Keys of the group; None: all keys outside of the others."""
         self.owner = owner
         """Front that has attached the keys, such as "Trainer"; "" without one."""
+        self.pending: dict[Key, Work] = {}
+        """Pushes that wait for `KVStore.update`."""
 
     @property
     def updates_wait(self) -> bool:

@@ -92,7 +92,7 @@ class KeyedOptimizer:
         self._uses_gpu |= weight.is_cuda  # torch's optimizers then take foreach by themselves
         self._group_of[key] = self._groups[factors]
         if before is not None:
-            self._restore(key, self._optimizer.state.pop(before, {}))
+            self.restore(key, self._optimizer.state.pop(before, {}))
 
     def state_of(self, key: Key) -> dict[str, Any]:
         """Return the live state of an added key: tensors and plain values by name."""
@@ -250,9 +250,10 @@ class KeyedOptimizer:
             encoded, _, name = place.rpartition("/")
             of_keys[json.loads(encoded)][name] = value
         for key, of_key in of_keys.items():
-            self._restore(key, of_key)
+            self.restore(key, of_key)
 
-    def _restore(self, key: Key, state: dict[str, Any]) -> None:
+    def restore(self, key: Key, state: dict[str, Any], *, copy: bool = True) -> None:
+        """Replace the state of an added key; without ``copy`` tensors that fit are kept."""
         assert self._optimizer is not None
         weight = self.weights[key]
         group = self._group_of[key]
@@ -261,11 +262,11 @@ class KeyedOptimizer:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 if name == "step":
-                    value = value.to(value.device if step_on_host else weight.device, copy=True)
+                    value = value.to(value.device if step_on_host else weight.device, copy=copy)
                 else:  # as load_state_dict: elementwise state in the weight's dtype, scalars unchanged
                     elementwise = value.is_floating_point() and (value.dim() or not weight.dim())
                     dtype = weight.dtype if elementwise else value.dtype
-                    value = value.to(weight.device, dtype, copy=True)
+                    value = value.to(weight.device, dtype, copy=copy)
             restored[name] = value
         if restored:
             self._optimizer.state[weight] = restored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from gangline.collectives.transports.addresses import local_address, meeting_add
 from gangline.kvstore.restart_variables import ELASTIC
 
 ROLES = ("scheduler", "server", "worker")
+SERVER_MEMORY = "GANGLINE_SERVER_MEMORY"
+"""Variable with the memory of a server, such as 8G, by which keys are placed."""
 
 
 class ServerJob(NamedTuple):
@@ -30,6 +33,8 @@ class ServerJob(NamedTuple):
     """Pipe to which the scheduler writes its port."""
     is_supervised: bool = False
     """True if a launcher ends scheduler and servers; they then wait for the first worker without a timeout."""
+    memory: int = 0
+    """Bytes of a server, as the user has set them; 0: not set."""
 
     @property
     def scheduler(self) -> str:
@@ -70,7 +75,18 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
         ) from error
     descriptor = int(announce) if announce else None
     is_supervised = environment.get("GANGLINE_SUPERVISED") == "1"
-    return ServerJob(role, host, port, workers, servers, rank, interface, descriptor, is_supervised)
+    words = environment.get(SERVER_MEMORY) if role == "server" else None
+    memory = parse_bytes(words, SERVER_MEMORY) if words else 0
+    return ServerJob(role, host, port, workers, servers, rank, interface, descriptor, is_supervised, memory)
+
+
+def parse_bytes(words: str, what: str) -> int:
+    """Return the bytes of a size such as 8G, 512M or 1000000; ValueError if it is none, ``what`` names it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", words.strip(), re.IGNORECASE)
+    nbytes = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if nbytes < 1:
+        raise ValueError(f"{what} is {words!r}; expected bytes above 0, such as 8G, 512M or 1000000")
+    return nbytes
 
 
 def load_of(rank: int) -> float:

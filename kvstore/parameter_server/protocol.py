@@ -1,24 +1,24 @@
 """Messages of the parameter server: fields, packing and validation.
 
 A message is a header frame (msgpack: ``[VERSION, kind, *fields]``) followed by one data frame per entry if its tensors
-are sent over the socket. Every field is checked before any memory is allocated for it. Nothing is unpickled or run.
+are sent over the socket. Every field is checked while it is decoded. Nothing is unpickled or run.
 docs/protocol.md specifies the messages for clients in other languages.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, dataclass_transform
+import re
+import sys
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import msgpack
+import msgspec
+from msgspec import Meta
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 10
+VERSION = 11
 MAX_HEADER = 4 << 20
-"""Maximum bytes of a header frame."""
+"""Maximum bytes of a header frame without a `Blob`; one with it may have MAX_COLLECTIVE more."""
 MAX_SHARD = 1 << 35
 """Maximum bytes of one shard, including keys that are not split."""
 MAX_ENTRIES = 1 << 12
@@ -29,142 +29,101 @@ MAX_RANKS = 1 << 16
 MAX_AXES = 64
 MAX_COLLECTIVE = 64 << 20
 """Maximum bytes that a worker contributes to one collective."""
-
-_MOST_FIELDS = 16
-_kinds: dict[int, type[Message]] = {}
-
-
-def _are_counts(values: Any) -> bool:
-    if type(values) is not list:
-        return False
-    for value in values:  # noqa: SIM110  `all` calls a generator for each value
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            return False
-    return True
+MAX_MESSAGE = MAX_SHARD + MAX_COLLECTIVE + MAX_HEADER
+"""Maximum bytes of a message over a Unix stream."""
+PART_BYTES = 1 << 18
+"""Bytes of each `Part` of an item but the last one."""
+MAX_PARTS = 8
+"""Maximum number of `Read` messages of a reader that a server has not answered, or whose answers it may not have."""
 
 
-def _are_entries(values: Any) -> bool:
-    if type(values) is not list:
-        return False
-    for value in values:
-        if type(value) is not list or len(value) != 4:
-            return False
-        shard, number, kind, nbytes = value
-        if not (
-            (type(shard) is int and shard >= 0)
-            and (type(number) is int and number >= 0)
-            and (type(kind) is int and DENSE <= kind <= REFUSED)
-            and (type(nbytes) is int and 0 <= nbytes <= MAX_SHARD)
-        ):
-            return False
-    return True
+class VersionError(ProtocolError):
+    """Error of a message of another version of the protocol."""
 
 
-# Types of fields, each with its check.
+# Types of fields
 
-Rank = Annotated[int, lambda v: type(v) is int and -1 <= v < MAX_RANKS]
-Count = Annotated[int, lambda v: type(v) is int and 0 <= v < 1 << 62]
-String = Annotated[str, lambda v: isinstance(v, str) and len(v) <= 4096]
-Text = Annotated[str, lambda v: isinstance(v, str) and len(v) <= 1 << 20]
-Blob = Annotated[bytes, lambda v: isinstance(v, bytes) and len(v) <= MAX_COLLECTIVE]
-Flag = Annotated[bool, lambda v: v is True or v is False]
-Number = Annotated[float, lambda v: _is_number(v)]
-"""Finite, at least 0."""
-OptionalNumber = Annotated[float | None, lambda v: v is None or _is_number(v)]
-Strings = Annotated[
-    list[str], lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(w, str) for w in v)
-]
-Blobs = Annotated[
-    list[bytes], lambda v: isinstance(v, list) and len(v) <= MAX_RANKS and all(isinstance(b, bytes) for b in v)
-]
-Process = Annotated[list[str | int], lambda v: isinstance(v, list) and [type(one) for one in v] == [str, int, int]]
-Counts = Annotated[list[int], _are_counts]
-Region = Annotated[
-    list[int] | None,
-    lambda v: v is None or (isinstance(v, list) and len(v) == 2 and all(type(n) is int and n >= 0 for n in v)),
-]
-"""``[offset, bytes]`` in the sender's shared memory, where entries are consecutive and aligned to 64 bytes.
+Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+String = Annotated[str, Meta(max_length=4096)]
+Text = Annotated[str, Meta(max_length=1 << 20)]
+Blob = Annotated[bytes, Meta(max_length=MAX_COLLECTIVE)]
+Flag = bool
+Number = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+OptionalNumber = Number | None
+Strings = Annotated[list[str], Meta(max_length=MAX_RANKS)]
+Blobs = Annotated[list[bytes], Meta(max_length=MAX_RANKS)]
+Process = tuple[str, int, int]
+Counts = list[Count]
+Region = tuple[Count, Count] | None
+"""``(offset, bytes)`` in the sender's shared memory, where entries are consecutive and aligned to 64 bytes.
 None: the data are in data frames."""
-Entries = Annotated[list[list[Any]], _are_entries]
-"""``[shard, round, kind, bytes]`` each; kind is DENSE, ROWS, CODED, ABSENT or REFUSED."""
-Definitions = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_definition, v))]
-"""``[shard, dtype, shape, row width, key as msgpack, begin, is whole key]`` each; width and begin in elements."""
-Views = Annotated[list[list[Any]], lambda v: isinstance(v, list) and all(map(_is_view, v))]
-"""``[first round, ranks]`` each, in ascending order: the workers from that round on."""
+Entries = list[tuple[Count, Count, Annotated[int, Meta(ge=0, le=4)], Annotated[int, Meta(ge=0, le=MAX_SHARD)]]]
+"""``(shard, round, kind, bytes)`` each; kind is DENSE, ROWS, CODED, ABSENT or REFUSED."""
+Dtype = Literal["float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+Positive = Annotated[int, Meta(ge=1)]
+Definitions = list[tuple[Count, Dtype, Annotated[Counts, Meta(max_length=MAX_AXES)], Positive, bytes, Count, bool]]
+"""``(shard, dtype, shape, row width, key as msgpack, begin, is whole key)`` each; width and begin in elements."""
+Views = list[tuple[Positive, list[Annotated[int, Meta(ge=0, lt=MAX_RANKS)]]]]
+"""``(first round, ranks)`` each, in ascending order: the workers from that round on."""
+
+_pack = msgspec.msgpack.Encoder().encode
+_heads: dict[type[Message], bytes] = {}
+_kinds: dict[bytes, tuple[type[Message], msgspec.msgpack.Decoder[Any], int]] = {}
+"""By the first three bytes of a frame, array's length, version and kind: the message, and its maximum bytes."""
 
 
-@dataclass_transform(field_specifiers=(field,))
-class Message:
-    """Base class of all messages; ``class Name(Message, kind=NUMBER)`` makes a dataclass of that kind number."""
+class Message(msgspec.Struct, array_like=True):
+    """Base class of all messages; ``class Name(Message, tag=NUMBER)`` has that kind number."""
 
     kind: ClassVar[int]
-    fields: ClassVar[tuple[tuple[str, str, Callable[[Any], bool]], ...]]
-    """Name, type and check of each field."""
-    size: ClassVar[int]
-    """Number of items of a header: version, kind and fields."""
-
-    def __init_subclass__(cls, kind: int) -> None:
-        dataclass(cls)
-        cls.kind = kind
-        types = [(one.name, str(one.type)) for one in fields(cls)]  # type: ignore[arg-type]
-        cls.fields = tuple((name, expected, globals()[expected].__metadata__[0]) for name, expected in types)
-        cls.size = 2 + len(cls.fields)
-        _kinds[kind] = cls
 
 
-def pack(one: Message) -> bytes:
+def pack(message: Message) -> bytes:
     """Return the header frame of a message."""
-    return bytes(msgpack.packb([VERSION, one.kind, *one.__dict__.values()]))
+    return _heads[type(message)] + memoryview(_pack(message))[1:]
 
 
 def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
-    """Return the message of a header frame.
-
-    Args:
-        frame: at most MAX_HEADER bytes, or a message whose only large fields are bytes, of MAX_COLLECTIVE bytes more.
-        is_bounded: False: of any size, for messages of the scheduler, which hold the data of all workers.
+    """Return the message of a header frame, which may have any size unless ``is_bounded``.
 
     Raises:
         ProtocolError: if the frame is not a valid message; the text names the field or the violated limit.
     """
-    nbytes, most = len(frame), MAX_HEADER + MAX_COLLECTIVE
-    if is_bounded and nbytes > most:
-        raise ProtocolError(f"received a header of {nbytes} bytes; expected at most {most}")
+    known = _kinds.get(bytes(frame[:3]))
+    if known is None:
+        raise _fault(*frame[:3])
+    cls, decoder, most = known
+    if is_bounded and len(frame) > most:
+        raise ProtocolError(f"received {cls.__name__} of {len(frame)} bytes; expected at most {most}")
     try:
-        if is_bounded and nbytes > MAX_HEADER:
-            items = _unpack_flat(frame)
-        else:
-            items = msgpack.unpackb(frame, strict_map_key=True, max_ext_len=0)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        return decoder.decode(bytes([frame[0] - 1]) + memoryview(frame)[2:])  # type: ignore[no-any-return]
+    except msgspec.ValidationError as error:
+        text = re.sub(r"\$\[(\d+)\]", lambda at: cls.__struct_fields__[int(at[1]) - 1], str(error))
+        text = text if len(text) < 200 else f"{text[:100]}...{text[-50:]}"
+        raise ProtocolError(f"received {cls.__name__} with an invalid field: {text}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"received a header that is not msgpack: {error}") from None
-    size = len(items) if type(items) is list else 0
-    if size < 2:
-        raise ProtocolError("received a header that is not a list of version, kind and fields")
-    version, kind, *values = items
+
+
+def _fault(head: int = 0, version: int = 0, kind: int = 0) -> ProtocolError:
+    """Return the error of a frame whose first three bytes begin no message."""
+    if not 0x92 <= head <= 0x9F:
+        return ProtocolError("received a header that is not a list of version, kind and fields")
     if version != VERSION:
-        raise ProtocolError(f"received a message of protocol version {version!r}; expected {VERSION}")
-    if type(kind) is not int or kind not in _kinds:
-        raise ProtocolError(f"received a message of unknown kind {kind!r}")
-    cls = _kinds[kind]
-    if size != cls.size:
-        raise ProtocolError(f"received {cls.__name__} with {size - 2} fields; expected {cls.size - 2}")
-    for (name, expected, check), value in zip(cls.fields, values, strict=True):
-        if not check(value):
-            raise ProtocolError(f"received {cls.__name__} with {name}={_abbreviated(value)}; expected type {expected}")
-    return cls(*values)
-
-
-def _unpack_flat(frame: bytes | memoryview) -> list[object]:
-    """Unpack a list without lists in it, which would take up to 72 times the bytes of the frame."""
-    unpacker = msgpack.Unpacker(max_buffer_size=len(frame), max_array_len=0, max_map_len=0, max_ext_len=0)
-    unpacker.feed(frame)
-    return [unpacker.unpack() for _ in range(min(unpacker.read_array_header(), _MOST_FIELDS))]
+        return VersionError(f"received a message of protocol version {version}; expected {VERSION}")
+    for cls in _heads:
+        if cls.kind == kind:
+            fields = len(cls.__struct_fields__)
+            return ProtocolError(f"received {cls.__name__} with {head - 0x92} fields; expected {fields}")
+    return ProtocolError(f"received a message of unknown kind {kind}")
 
 
 # Scheduler messages
 
 
-class Register(Message, kind=1):
+class Register(Message, tag=1):
     """Request of a process to take part in the job. Its ZeroMQ identity identifies this incarnation."""
 
     role: String
@@ -177,9 +136,13 @@ class Register(Message, kind=1):
     """GANGLINE_JOB_ID, by which the scheduler refuses processes of other jobs."""
     incarnation: Count = 0
     """Number of times that this process was started again while its job ran on."""
+    memory: Count = 0
+    """Bytes that a server has for values and state; 0: unknown."""
+    is_memory_set: Flag = False
+    """True if the user has set them, False if they are the free memory of the host."""
 
 
-class Registered(Message, kind=2):
+class Registered(Message, tag=2):
     """Start of the job: all processes have registered."""
 
     rank: Rank
@@ -196,11 +159,13 @@ class Registered(Message, kind=2):
     """True if the process came after the start: it has taken the place of one that died, or joins an elastic job."""
     is_elastic: Flag = False
     """True if workers come and go while the job runs."""
-    views: Views = field(default_factory=list)
+    views: Views = []
     """Table of the workers that take part; one view if they are always the same."""
+    memory: Counts = []
+    """Memory of the servers in rank order, by which keys are placed; empty: all have the same."""
 
 
-class Rejected(Message, kind=3):
+class Rejected(Message, tag=3):
     """Rejection of a `Register`."""
 
     error: String
@@ -208,7 +173,7 @@ class Rejected(Message, kind=3):
     text: Text
 
 
-class Heartbeat(Message, kind=4):
+class Heartbeat(Message, tag=4):
     """Heartbeat, in either direction."""
 
     sent: Count = 0
@@ -217,7 +182,7 @@ class Heartbeat(Message, kind=4):
     """Clock of the scheduler, in such an answer."""
 
 
-class MemberGone(Message, kind=5):
+class MemberGone(Message, tag=5):
     """Notice that a process has died, or has left (``why`` is empty)."""
 
     role: String
@@ -225,7 +190,7 @@ class MemberGone(Message, kind=5):
     why: Text
 
 
-class Collective(Message, kind=6):
+class Collective(Message, tag=6):
     """Contribution of a worker to the collective of this number; a barrier has empty data."""
 
     number: Count
@@ -238,14 +203,14 @@ class Collective(Message, kind=6):
     """Why this worker does not take part, which fails the collective for all; empty: it does."""
 
 
-class CollectiveResult(Message, kind=7):
+class CollectiveResult(Message, tag=7):
     """Contributions of all workers in rank order, empty for workers inside join(); none for ranks but the root."""
 
     number: Count
     data: Blobs
 
 
-class Join(Message, kind=8):
+class Join(Message, tag=8):
     """Call of join(): collectives go on without this worker until all workers have joined."""
 
     number: Count
@@ -253,7 +218,7 @@ class Join(Message, kind=8):
     data: Blob
 
 
-class JoinResult(Message, kind=9):
+class JoinResult(Message, tag=9):
     """End of join(): all workers have called it."""
 
     last: Rank
@@ -263,31 +228,31 @@ class JoinResult(Message, kind=9):
     data: Blobs
 
 
-class Leave(Message, kind=10):
+class Leave(Message, tag=10):
     """Notice that the sender leaves the job."""
 
     why: Text = ""
     """Reason if others cannot go on without it; "" otherwise."""
 
 
-class JobOver(Message, kind=11):
+class JobOver(Message, tag=11):
     """Acknowledgement of `Leave`; sent to servers when all workers have left."""
 
 
-class CollectiveFailed(Message, kind=12):
+class CollectiveFailed(Message, tag=12):
     """End of a collective because workers made different calls, or one refused its call."""
 
     number: Count
     text: Text
 
 
-class Withdraw(Message, kind=13):
+class Withdraw(Message, tag=13):
     """Withdrawal of a `Collective` whose worker does not wait any longer; its next call has the same number."""
 
     number: Count
 
 
-class Withdrawn(Message, kind=14):
+class Withdrawn(Message, tag=14):
     """Answer to `Withdraw` if the collective has not completed before."""
 
     number: Count
@@ -295,7 +260,7 @@ class Withdrawn(Message, kind=14):
     """Workers that the collective waits for."""
 
 
-class Waiting(Message, kind=15):
+class Waiting(Message, tag=15):
     """Notice to servers of the workers that wait in collectives for other workers, each time this changes."""
 
     ranks: Counts
@@ -305,20 +270,20 @@ class Waiting(Message, kind=15):
     """Number of the collective of each of them."""
 
 
-class SilenceQuery(Message, kind=16):
+class SilenceQuery(Message, tag=16):
     """Question which processes the scheduler has not heard for this many seconds."""
 
     seconds: Number
 
 
-class SilenceResult(Message, kind=17):
+class SilenceResult(Message, tag=17):
     """Answer to `SilenceQuery`."""
 
     members: Strings
     """Role and rank of each, such as "worker 1"."""
 
 
-class MemberAway(Message, kind=18):
+class MemberAway(Message, tag=18):
     """Notice that a process has died whose place a restarted one may take; `MemberBack` or `MemberGone` follows."""
 
     role: String
@@ -328,7 +293,7 @@ class MemberAway(Message, kind=18):
     """Identity of its sockets, from which servers accept nothing any more."""
 
 
-class MemberBack(Message, kind=19):
+class MemberBack(Message, tag=19):
     """Notice that a restarted process has taken the place of one that has died, or that a new worker has come."""
 
     role: String
@@ -339,7 +304,7 @@ class MemberBack(Message, kind=19):
     """Address of a server; "" for workers."""
 
 
-class Recall(Message, kind=33):
+class Recall(Message, tag=33):
     """Question of a restarted worker whether a collective is over, whose result it then gets from the record."""
 
     number: Count
@@ -347,20 +312,20 @@ class Recall(Message, kind=33):
     """True if collectives of smaller numbers go on without this worker from now on."""
 
 
-class Recalled(Message, kind=34):
+class Recalled(Message, tag=34):
     """Answer to `Recall`."""
 
     number: Count
     is_over: Flag
 
 
-class ViewRequest(Message, kind=40):
+class ViewRequest(Message, tag=40):
     """Request of a worker of an elastic job to take part, or to leave."""
 
     enters: Flag
 
 
-class ViewRequested(Message, kind=41):
+class ViewRequested(Message, tag=41):
     """Answer to `ViewRequest`; `ViewChange` follows if it is granted."""
 
     enters: Flag
@@ -368,13 +333,13 @@ class ViewRequested(Message, kind=41):
     """Reason why the worker cannot leave; "": granted."""
 
 
-class ViewQuery(Message, kind=42):
+class ViewQuery(Message, tag=42):
     """Question which step a worker has begun; it begins no further one until it knows the view of this number."""
 
     number: Count
 
 
-class ViewAnswer(Message, kind=43):
+class ViewAnswer(Message, tag=43):
     """Answer of a worker to `ViewQuery`; of a server, notice that it follows the views up to this number."""
 
     number: Count
@@ -382,7 +347,7 @@ class ViewAnswer(Message, kind=43):
     """Last step that the worker has begun; 0 of servers."""
 
 
-class ViewChange(Message, kind=44):
+class ViewChange(Message, tag=44):
     """The next view of an elastic job."""
 
     number: Count
@@ -392,10 +357,24 @@ class ViewChange(Message, kind=44):
     """Workers that take part from then on."""
 
 
+class RankRequest(Message, tag=52):
+    """Request of a process of another host, which has not registered, for the rank of a new worker."""
+
+    version: String
+    """Version of gangline."""
+
+
+class RankGranted(Message, tag=53):
+    """Answer to `RankRequest`; `Rejected` is the other one, with StallError if the same request may succeed later."""
+
+    variables: Strings
+    """Environment of the worker, ``NAME=VALUE`` each."""
+
+
 # Server messages
 
 
-class Hello(Message, kind=20):
+class Hello(Message, tag=20):
     """First message of a worker on every connection to a server."""
 
     rank: Rank
@@ -410,7 +389,7 @@ class Hello(Message, kind=20):
     """Offset in that memory of a 64-bit integer: the number of the last `Values` of this server that it has read."""
 
 
-class Welcome(Message, kind=21):
+class Welcome(Message, tag=21):
     """Answer to `Hello`."""
 
     shared: Flag
@@ -419,7 +398,7 @@ class Welcome(Message, kind=21):
     """Handle of the server's shared memory; empty: none."""
 
 
-class Define(Message, kind=22):
+class Define(Message, tag=22):
     """Shards and their initial values, from rank 0."""
 
     sequence: Count
@@ -427,7 +406,7 @@ class Define(Message, kind=22):
     region: Region
 
 
-class Push(Message, kind=23):
+class Push(Message, tag=23):
     """Values of a worker for rounds of shards."""
 
     sequence: Count
@@ -442,7 +421,7 @@ class Push(Message, kind=23):
     """Number of the last `Values` of the server that this worker has read."""
 
 
-class Pull(Message, kind=24):
+class Pull(Message, tag=24):
     """Request for shards, each to be sent when its round is closed."""
 
     sequence: Count
@@ -452,19 +431,19 @@ class Pull(Message, kind=24):
     region: Region
 
 
-class Ack(Message, kind=25):
+class Ack(Message, tag=25):
     """Notice that the server has received the messages of these sequence numbers."""
 
     sequences: Counts
 
 
-class Release(Message, kind=26):
+class Release(Message, tag=26):
     """Notice that the memory regions of these messages may be overwritten."""
 
     sequences: Counts
 
 
-class Values(Message, kind=27):
+class Values(Message, tag=27):
     """Values of shards, in data frames or in the server's shared memory."""
 
     sequence: Count
@@ -475,7 +454,7 @@ class Values(Message, kind=27):
     """Offset of each entry in the server's shared memory; empty: the values are in data frames."""
 
 
-class Failed(Message, kind=29):
+class Failed(Message, tag=29):
     """Failure of the request of this sequence number."""
 
     sequence: Count
@@ -484,7 +463,7 @@ class Failed(Message, kind=29):
     text: Text
 
 
-class Command(Message, kind=30):
+class Command(Message, tag=30):
     """Command for all shards of a server: "optimizer", "norms", "update", "drop", "compression", "rounds", ..."""
 
     sequence: Count
@@ -492,14 +471,14 @@ class Command(Message, kind=30):
     payload: Blob
 
 
-class CommandResult(Message, kind=31):
+class CommandResult(Message, tag=31):
     """Result of a command."""
 
     sequence: Count
     payload: Blob
 
 
-class Blocked(Message, kind=32):
+class Blocked(Message, tag=32):
     """Notice that a request waits for a push of a worker which itself waits in a collective for the requesting one."""
 
     sequence: Count
@@ -508,8 +487,76 @@ class Blocked(Message, kind=32):
     text: Text
 
 
-class Repeated(Message, kind=35):
+class Repeated(Message, tag=35):
     """Notice after a `Welcome` that the worker has repeated all requests that a lost connection may have lost."""
+
+
+# Messages of readers
+
+
+class Attach(Message, tag=45):
+    """First message of a reader on each connection to the scheduler, which it may repeat there, or to a server."""
+
+    name: String
+    """Host and process id, for logs."""
+
+
+class Attached(Message, tag=46):
+    """Answer of the scheduler to `Attach`."""
+
+    servers: Strings
+    """Server addresses in rank order; empty: the job has not begun."""
+    why: Text
+    """Why the job fails; "": it does not."""
+    restart_limit: Number
+    """Seconds for which the scheduler may be away, because it is restarted; 0: it is not."""
+
+
+class Want(Message, tag=47):
+    """Question of a reader which whole versions a server has; it is answered once there is one from ``least`` on."""
+
+    sequence: Count
+    least: Count
+    """Lowest version that the reader wants; it has read what it wants of those below."""
+    received: Count
+    """As in `Read`."""
+
+
+class Versions(Message, tag=48):
+    """Whole versions of a server: the answer to `Want`, or to a `Read` of a version that the server has no more."""
+
+    sequence: Count
+    """Number of the `Want`; 0: the answer to a `Read`."""
+    numbers: Counts
+
+
+class Read(Message, tag=49):
+    """Request of a reader for a part of an item of a version."""
+
+    version: Count
+    item: Count
+    """0: the description of the version; n: the n-th tensor in it."""
+    offset: Count
+    received: Count
+    """Number of answers to earlier `Read` messages that the reader has received since its `Attach`."""
+
+
+class Part(Message, tag=50):
+    """Bytes of an item from an offset on, in a data frame: the answer to `Read`."""
+
+    version: Count
+    item: Count
+    offset: Count
+    nbytes: Count
+    """Bytes of the item."""
+
+
+class Detached(Message, tag=51):
+    """Notice that a server does not serve a reader any more; it may attach again unless the job has ended."""
+
+    error: String
+    """Name of a class in `remote_errors.ERRORS`: EOFError if the job has ended."""
+    text: Text
 
 
 # Collectives
@@ -524,36 +571,8 @@ DENSE, ROWS, CODED, ABSENT, REFUSED = range(5)
 """Kinds of data: elements; row numbers (int64) then rows; payload of a codec; none (the worker has no value); the
 reason, in UTF-8, why a worker refused to push, which fails the round for all."""
 
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool")
-
-
-def _is_definition(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and [type(one) for one in value] == [int, str, list, int, bytes, int, bool]
-        and value[0] >= 0
-        and value[1] in DTYPES
-        and len(value[2]) <= MAX_AXES
-        and all(type(axis) is int and axis >= 0 for axis in value[2])
-        and math.prod(value[2]) <= MAX_SHARD
-        and value[3] > 0
-        and value[5] >= 0
-    )
-
-
-def _is_view(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and [type(one) for one in value] == [int, list]
-        and value[0] > 0
-        and all(type(rank) is int and 0 <= rank < MAX_RANKS for rank in value[1])
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _abbreviated(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+for _cls in Message.__subclasses__():
+    _cls.kind = int(_cls.__struct_config__.tag or 0)
+    _head = bytes([0x92 + len(_cls.__struct_fields__), VERSION, _cls.kind])
+    _most = MAX_HEADER + MAX_COLLECTIVE * ("Blob" in _cls.__annotations__.values())
+    _heads[_cls], _kinds[_head] = _head[:2], (_cls, msgspec.msgpack.Decoder(_cls), _most)

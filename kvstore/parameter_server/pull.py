@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from gangline.kvstore.sparse import RowSparse, write_rows
 _MESSAGE_BYTES = 8 << 20
 """Bytes of shards that one message requests."""
 
+_number_of = itemgetter(0)
 Handler = Callable[[Values, list[Tensor]], bool]
 
 
@@ -74,17 +76,21 @@ class PullTargets:
 
     def requests(self, rounds: Mapping[Key, int], what: str, priority: int) -> list[Request]:
         """Return the requests for all shards; ``rounds``: round of each key."""
-        wanted = [(target.shard, target.shard, target.shard.nbytes) for target in self._targets.values()]
+        targets = [*self._targets.values()]
+        if len(targets) == 1:
+            groups = [(targets[0].shard.server, [targets[0].shard])]
+        else:
+            groups = grouped_by_server([(one.shard, one.shard, one.shard.nbytes) for one in targets], _MESSAGE_BYTES)
         requests: list[Request] = []
-        for server, shards in grouped_by_server(wanted, _MESSAGE_BYTES):
-            entries = [[shard.number, rounds[shard.layout.key], DENSE, 0] for shard in shards]
+        for server, shards in groups:
+            entries = [(shard.number, rounds[shard.layout.key], DENSE, 0) for shard in shards]
             message = Pull(0, entries, has_rows=False, region=None)
             requests += (Request(server, message, what, on_answer=self.handler(server, entries), priority=priority),)
         return requests
 
     def handler(self, server: int, entries: Sequence[Sequence[int]]) -> Handler:
         """Return a handler of answers with the shards of entries of a server; it returns True once all have arrived."""
-        missing = {number for number, *_ in entries}
+        missing = {*map(_number_of, entries)}
 
         def take(message: Values, datas: list[Tensor]) -> bool:
             for index, (number, _, kind, nbytes) in enumerate(message.entries):
@@ -132,7 +138,7 @@ class RowPull:
         wanted = [((shard, rows), shard, len(rows) * row_bytes) for shard, _, rows in parts]
         requests: list[Request] = []
         for server, group in grouped_by_server(wanted, _MESSAGE_BYTES):
-            entries = [[shard.number, number, ROWS, rows.nbytes] for shard, rows in group]
+            entries = [(shard.number, number, ROWS, rows.nbytes) for shard, rows in group]
             frames = [frame_of(rows) for _, rows in group]
             handle = self._handler({shard.number for shard, _ in group})
             message = Pull(0, entries, has_rows=True, region=None)
@@ -162,7 +168,7 @@ class RowPull:
 
 def wait_requests(rounds: Sequence[tuple[ShardPlacement, int]], call: str) -> list[Request]:
     """Build wait-for-round requests: row pulls of zero rows, which the server answers when the round closes."""
-    entries_of = (([shard.number, number, ROWS, 0], shard, 0) for shard, number in rounds)
+    entries_of = (((shard.number, number, ROWS, 0), shard, 0) for shard, number in rounds)
     return [
         Request(server, Pull(0, own, True, None), call, frames=[b""] * len(own), on_answer=_counter(own))
         for server, own in grouped_by_server(entries_of, 0)

@@ -98,23 +98,26 @@ class PushEncoder:
         requests: list[Request] = []
         allocated: list[int] = []
         try:
-            for server, group in grouped_by_server(
-                [(one, one.shard, one.values[0].nbytes) for one in values], _MESSAGE_BYTES
-            ):
-                entries: list[list[int]] = []
+            groups: Sequence[tuple[int, Sequence[ShardValue]]]
+            if len(values) == 1:
+                groups = [(values[0].shard.server, values)]
+            else:
+                groups = grouped_by_server([(one, one.shard, one.values[0].nbytes) for one in values], _MESSAGE_BYTES)
+            for server, group in groups:
+                entries: list[tuple[int, int, int, int]] = []
                 nbytes = 0
                 for one in group:
                     shard, size = one.shard, one.values[0].nbytes
-                    entries += ([shard.number, rounds[shard.layout.key], one.kind, size],)
+                    entries += ((shard.number, rounds[shard.layout.key], one.kind, size),)
                     nbytes += aligned(size)
-                region: list[int] | None = None
+                region: tuple[int, int] | None = None
                 frames: list[bytes | memoryview] = []
                 owns_data = True
                 is_held = self._allows_restarts and targets is None
                 if self._pool is not None and self._shares_memory[server] and nbytes > INLINE:
                     offset = self._pool.allocate(nbytes)
                     allocated += (offset,)
-                    region = [offset, nbytes]
+                    region = offset, nbytes
                     for one in group:
                         size = one.values[0].nbytes
                         one.write(self._pool.tensor_at(offset, size))
@@ -230,7 +233,7 @@ def definition_requests(
     pairs: Sequence[tuple[Key, Sequence[Value]]], shards_of: Mapping[Key, Sequence[ShardPlacement]]
 ) -> list[Request]:
     """Return the requests that define the shards of keys by initial values: large shards as zeros, then in pieces."""
-    items: list[tuple[tuple[list[Any], Tensor], ShardPlacement, int]] = []
+    items: list[tuple[tuple[Any, Tensor], ShardPlacement, int]] = []
     for shard, values in [one for key, (value,) in pairs for one in _initial_values(value, shards_of[key])]:
         key, nbytes, most = shard.layout.key, shard.nbytes, protocol.MAX_SHARD
         if nbytes > most:
@@ -241,7 +244,7 @@ def definition_requests(
         for part in [values[:0], *parts] if len(parts) > 1 else [values]:
             is_part = 0 < len(part) < len(values)
             shape, is_whole = ([len(part)], False) if is_part else ([*shard.shape], shard.is_whole)
-            fields = [shard.number, shard.layout.dtype, shape, shard.width, packed, begin, is_whole]
+            fields = (shard.number, shard.layout.dtype, shape, shard.width, packed, begin, is_whole)
             items.append(((fields, part), shard, part.nbytes))
             begin += len(part)
     requests = []

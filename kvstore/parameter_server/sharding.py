@@ -28,6 +28,8 @@ _LARGEST_OF_TABLE = 8 << 30
 _SMALLEST = 1 << 18
 _PER_SERVER = 4
 """Shards of a key per server, unless they would be smaller than `_SMALLEST`; of a table one, which all calls reach."""
+_PARTS = 64
+"""Parts of a table per server of unequal ones, by which it gets its share."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,20 @@ def rows_by_shard(ids: Tensor, shards: Sequence[ShardPlacement]) -> list[tuple[S
 
 
 class Sharding:
-    """Deterministic placement: equal calls give equal shards in every process."""
+    """Deterministic placement: equal calls give equal shards in every process.
 
-    def __init__(self, servers: int) -> None:
+    Each server gets bytes in proportion to its memory; without ``memory`` all get the same.
+    """
+
+    def __init__(self, servers: int, memory: Sequence[int] = ()) -> None:
         self.loads = [0] * servers
         """Bytes on each server."""
+        self._is_unequal = len(set(memory)) > 1
+        self._memory = memory if self._is_unequal else [1] * servers
         self._number = 0
 
     def place(self, layouts: Sequence[KeyLayout], *, whole: bool = False) -> dict[Key, list[ShardPlacement]]:
-        """Split keys and assign each shard to the server with the fewest bytes, the largest keys first.
+        """Split keys and assign each shard to the server that is the least full, the largest keys first.
 
         Layouts are in the same order on all workers. With ``whole`` keys stay whole, as some optimizers need them.
         """
@@ -146,10 +153,11 @@ class Sharding:
 
     def _place_one(self, layout: KeyLayout, *, whole: bool) -> list[ShardPlacement]:
         sizes = [layout.numel] if whole else self._sizes(layout)
-        servers = place([numel * layout.itemsize for numel in sizes], [1] * len(self.loads), self.loads)
+        servers = place([numel * layout.itemsize for numel in sizes], self._memory, self.loads)
+        placed = zip(sizes, servers, strict=True)
         shards = []
         begin = 0
-        for numel, server in zip(sizes, servers, strict=True):
+        for numel, server in _joined(placed, layout) if layout.is_table and self._is_unequal else placed:
             shards.append(ShardPlacement(self._number, server, layout, begin, numel))
             begin += numel
             self._number += 1
@@ -159,7 +167,7 @@ class Sharding:
         """Return the elements of each shard: the same number of shards per server, as equal as the grain allows."""
         servers, grain = len(self.loads), layout.grain
         largest = _LARGEST_OF_TABLE if layout.is_table else _LARGEST
-        count = servers * (1 if layout.is_table else _PER_SERVER)
+        count = servers * ((_PARTS if self._is_unequal else 1) if layout.is_table else _PER_SERVER)
         nbytes = min(largest, max(_SMALLEST, -(-layout.nbytes // count) if servers > 1 else largest))
         grains = -(-layout.numel // grain)
         if layout.nbytes <= nbytes or grains < 2:
@@ -170,12 +178,22 @@ class Sharding:
         return [*sizes[:-1], layout.numel - sum(sizes[:-1])]
 
 
+def _joined(placed: Iterable[tuple[int, int]], layout: KeyLayout) -> list[tuple[int, int]]:
+    """Join the parts of a table, elements and server each, into one shard per server, as far as one may be as large."""
+    parts = list(placed)
+    last = parts[-1][1]  # its last part may be no multiple of the grain, so it stays the last
+    joined: list[tuple[int, int]] = []
+    for numel, server in sorted(parts, key=lambda part: (part[1] == last, part[1])):
+        before, of = joined[-1] if joined else (0, -1)
+        if of == server and (before + numel) * layout.itemsize <= _LARGEST_OF_TABLE:
+            joined[-1] = before + numel, server
+        else:
+            joined.append((numel, server))
+    return joined
+
+
 def grouped_by_server(items: Iterable[tuple[_T, ShardPlacement, int]], most: int) -> list[tuple[int, list[_T]]]:
     """Group items by server into messages of at most ``most`` bytes (or one item) and `MAX_ENTRIES` items, in order."""
-    items = list(items)
-    if len(items) == 1:
-        ((item, shard, _),) = items
-        return [(shard.server, [item])]
     groups: list[tuple[int, list[_T]]] = []
     open_groups: dict[int, list[_T]] = {}
     filled: dict[int, int] = {}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
 import sys
+import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
@@ -26,11 +31,11 @@ from gangline.kvstore.arguments import Pairs, Pushed, RowPulls, Value, by_key, m
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
-from gangline.kvstore.group.remote_errors import error_text, refusal
+from gangline.kvstore.group.remote_errors import error_text, make_error, refusal
 from gangline.kvstore.group.serialization import name_of_dtype
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.interface import KVStore, check_kept, refused_on_all_ranks
-from gangline.kvstore.optimizer import clipping
+from gangline.kvstore.optimizer import clipping, state_parts
 from gangline.kvstore.optimizer.group import OptimizerGroup
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import Key
@@ -50,6 +55,9 @@ from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
 _Result = TypeVar("_Result")
+MAX_GATHERED = 4 << 30
+"""Bytes of optimizer state up to which worker 0 gathers it and writes a single file."""
+_STEP_SECONDS = 0.02
 _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
 _is_cuda = attrgetter("is_cuda")
 _closed_jobs: set[tuple[str, str]] = set()
@@ -132,12 +140,13 @@ class DistStore(KVStore):
             self._pool,
             child_servers,
         )
-        self._sharding = Sharding(len(self._scheduler.servers))
+        self._sharding = Sharding(len(self._scheduler.servers), self._scheduler.server_memory)
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
         self._continuation = Continuation(self._scheduler, self._servers, self._shards, self._rounds, is_async=is_async)
         self._rates: dict[int, float] = {}  # learning rates by number of the group
         self._sent_rates: dict[int, float] = {}  # sent with pushes: on rank 0, and where set since the last join()
+        self._version = -1  # the last one that was published
         self._late_error: Exception | None = None  # of a push that had already returned
         self._final_error: Exception | None = None  # raised by all later calls: a push may be lost, or join() failed
         self._encoder = PushEncoder(self._servers, self._scheduler, self._pool, on_device="device" in name)
@@ -233,6 +242,46 @@ class DistStore(KVStore):
             super().leave()
         if text := self._scheduler.ask_to_leave():
             raise RuntimeError(text)
+
+    # Readers
+
+    @property
+    def address(self) -> str:  # noqa: D102  inherited
+        return self._scheduler.address
+
+    def _publish(self, version: int, extra: Mapping[Key, Tensor]) -> None:
+        if self.rank:
+            raise RuntimeError(
+                f"publish() was called on worker {self.rank}; expected on worker 0, which does it for all"
+            )
+        if self.is_async:
+            raise RuntimeError(f"a {self.type!r} store has no rounds of all workers to publish; expected dist_sync")
+        if version <= self._version:
+            raise ValueError(f"version {version} was published after version {self._version}; expected a higher one")
+        self._check_not_pending(self._layout)
+        self._queue.run(lambda: None, Work("publish"), list(self._layout), 0)  # earlier calls have begun their rounds
+        self._raise_late_error()
+        described: list[list[list[object]]] = [[] for _ in range(self._servers.count)]
+        for key, shards in self._shards.items():
+            for one in shards:
+                layout = one.layout
+                entry: list[object] = [
+                    one.number,
+                    self._rounds[key],
+                    key,
+                    layout.dtype,
+                    layout.shape,
+                    one.begin,
+                    one.numel,
+                ]
+                described[one.server].append(entry)
+        values = {key: value.detach().cpu().contiguous() for key, value in extra.items()}
+        described[0] += [
+            [-1, 0, key, name_of_dtype(one.dtype), one.shape, 0, one.numel()] for key, one in values.items()
+        ]
+        packed = [(msgpack.packb([version, of_server]), ()) for of_server in described]
+        command(self._servers, "publish", {**dict(enumerate(packed)), 0: (packed[0][0], [*values.values()])})
+        self._version = version
 
     def _refuse(self, call: str, error: Exception, keys: object = None) -> None:
         self._calls_begun += 1
@@ -363,7 +412,7 @@ class DistStore(KVStore):
         weight: float | None = None,
         on_host: Callable[[], Pushed] | None = None,
     ) -> Work:
-        pairs = merged(pairs)
+        pairs = pairs if len(pairs) == 1 else merged(pairs)
         if self._scheduler.keeps_positions:
             self._continuation.count([key for key, _ in pairs])
         group = self._groups.of(pairs[0][0]) if pairs and self._sent_rates else None
@@ -414,7 +463,7 @@ class DistStore(KVStore):
 
     def _pull(self, pairs: Pairs, priority: int, async_op: bool) -> Work:
         self._continuation.before_pull()
-        merged_outs = merged(pairs)
+        merged_outs = pairs if len(pairs) == 1 else merged(pairs)
 
         def pull(work: RequestWork) -> None:
             targets = PullTargets(merged_outs, self._shards, self._servers.memory_of, work.codec)
@@ -621,14 +670,90 @@ class DistStore(KVStore):
             left = {server: own for server, own in left.items() if own}
 
     def _load_state(self, group: OptimizerGroup, read: Callable[[], OptimizerState]) -> None:
+        self._load(lambda: self._send_state(group, read()))
+
+    def _load(self, load: Callable[[], None]) -> None:
+        """Call a function on rank 0, once all workers have caught up."""
         self._catch_up("load_optimizer_state")
         self._workers.barrier("load_optimizer_state")
-
-        def load() -> None:
-            for parts in optimizer_shards.split_state(group, read(), self._shards_of(group)):
-                command(self._servers, "load", parts)
-
         self._workers.run_on_rank(load, "load_optimizer_state")
+
+    def _send_state(self, group: OptimizerGroup, state: OptimizerState) -> None:
+        for parts in optimizer_shards.split_state(group, state, self._shards_of(group)):
+            command(self._servers, "load", parts)
+
+    # Large optimizer state, which servers write and read themselves
+
+    def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:
+        """Write the optimizer's state to a safetensors file; an existing file is replaced atomically.
+
+        Above 4 GiB (`MAX_GATHERED`) each server writes a part beside the file, which names the parts. The path must
+        then be on a disk that this worker's host and the servers' share. Other workers are answered meanwhile.
+
+        Args:
+            path: the file. Its parts have names such as FILE.1f2e3d4c-0.part: move them with it.
+            group: group of keys, as `set_optimizer` returns it; None: the only one.
+
+        Raises:
+            RuntimeError: without an optimizer, or with several and without ``group``.
+            OSError: if a file cannot be written.
+            StallError: if a server does not go on within the timeout.
+        """
+        self._check_open()
+        group = self._group_for("save_optimizer_states", group)
+        self._catch_up("save_optimizer_states")
+        path = Path(path).absolute()
+        sizes = command(self._servers, "state_bytes", msgpack.packb([group.number]))
+        if sum(msgpack.unpackb(size) for size, _ in sizes) <= MAX_GATHERED:
+            super().save_optimizer_states(path, group=group)
+            state_parts.remove_parts(path)
+            return
+        token = secrets.token_hex(4)
+        names = [f"{path.name}.{token}-{server}.part" for server in range(self._servers.count)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.{token}.part") as probe:
+                folder, seen = str(path.parent), Path(probe.name).name
+                self._command_in_steps("save", [[group.number, token, folder, name, seen] for name in names])
+            shapes = {json.dumps(key): list(of_key[0].layout.shape) for key, of_key in self._shards_of(group).items()}
+            initial, rate = float(group.spec.arguments["lr"]), self._rates[group.number]
+            state_parts.save_index(path, names, OptimizerState(group.spec.name, initial, rate, shapes, {}, {}))
+        except BaseException:
+            for name in names:
+                path.with_name(name).unlink(missing_ok=True)
+            raise
+
+    def _load_file(self, group: OptimizerGroup, path: Path) -> None:
+        def load() -> None:
+            state, names = state_parts.load(path.absolute(), MAX_GATHERED)
+            if not names:
+                self._send_state(group, state)
+                return
+            state.check(group.spec.name, {key: one[0].layout.shape for key, one in self._shards_of(group).items()})
+            for is_check in (True, False):  # a damaged file changes nothing
+                given = [group.number, secrets.token_hex(4), str(path.absolute().parent), names, is_check]
+                self._command_in_steps("load_files", [given] * self._servers.count)
+
+        self._load(load)
+
+    def _command_in_steps(self, name: str, payloads: Sequence[list[Any]]) -> None:
+        """Run a command that servers work on for a while; StallError if none goes on within the timeout."""
+        packed = {server: (msgpack.packb(payload), ()) for server, payload in enumerate(payloads)}
+        before: list[Any] = []
+        since = time.monotonic()
+        while True:
+            told = [msgpack.unpackb(result) for result, _ in command(self._servers, name, packed)]
+            for _, _, error, text in told:
+                if error:
+                    raise make_error(error, text)
+            if all(is_over for is_over, *_ in told):
+                return
+            if told != before:
+                before, since = told, time.monotonic()
+            elif time.monotonic() > since + self._timeout:
+                late = [server for server, (is_over, *_) in enumerate(told) if not is_over]
+                raise StallError(f"{name} of optimizer state: servers {late} have not gone on for {self._timeout:g} s")
+            time.sleep(_STEP_SECONDS)
 
     # Compression
 

@@ -35,8 +35,68 @@ def _of_wrapped(name: str) -> Any:
     return property(lambda own: getattr(own._optimizer, name), lambda own, value: setattr(own._optimizer, name, value))
 
 
+class WrappedOptimizer(Optimizer):
+    """Torch optimizer inside a front of a store, for torch's schedulers and scalers, and its weight in means."""
+
+    param_groups = _of_wrapped("param_groups")
+    state = _of_wrapped("state")
+    _step_supports_amp_scaling = False
+    """GradScaler then unscales and skips steps itself; a fused optimizer would not find the scale that it sets here."""
+
+    def _wrap(self, optimizer: Optimizer, kvstore: str | KVStore) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+        if not isinstance(kvstore, (str, KVStore)):
+            raise TypeError(f"kvstore is {kvstore!r}; expected a store, or its name")
+        self._optimizer = optimizer  # before any attribute that is looked up there
+        self._weight = 1.0
+        self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
+
+    @property
+    def weight(self) -> float:
+        """Weight of this worker's values in means, for example its number of samples; 0: they are ignored.
+
+        Raises:
+            TypeError: if it is set to something else than a number.
+            ValueError: if it is set to a negative number, NaN or infinity.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        check_not_negative("weight", weight)
+        self._weight = float(weight)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer; single worker only.
+
+        Raises:
+            RuntimeError: if the parameters are in a store of several workers, which has keys for the first ones only.
+        """
+        if self._has_keys():
+            kind = type(self).__name__
+            raise RuntimeError(
+                f"add_param_group() came after {kind}() gave the parameters to the store; add all groups to the torch "
+                "optimizer first (with requires_grad=True)"
+            )
+        self._optimizer.add_param_group(param_group)
+
+    def _has_keys(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up other attributes on the wrapped optimizer, such as ``defaults``."""
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        """Show the wrapped optimizer and the store."""
+        return f"{type(self).__name__}({self._optimizer!r}, kvstore={self.kvstore.type!r})"
+
+
 @run_eagerly
-class DistributedOptimizer(NetworkState, Optimizer):
+class DistributedOptimizer(NetworkState, WrappedOptimizer):
     """Wraps a torch optimizer so that each backward replaces gradients by their weighted mean over all workers.
 
     When ``backward()`` returns, ``.grad`` is sum(w_i * g_i) / sum(w_i), where w_i is the `weight` of worker i: 1 each,
@@ -67,11 +127,6 @@ class DistributedOptimizer(NetworkState, Optimizer):
             optimizer.step()
     """
 
-    param_groups = _of_wrapped("param_groups")
-    state = _of_wrapped("state")
-    _step_supports_amp_scaling = False
-    """GradScaler then unscales and skips steps itself; a fused optimizer would not find the scale that it sets here."""
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -99,13 +154,7 @@ class DistributedOptimizer(NetworkState, Optimizer):
             ValueError: if gradients averaged by the store would not be exact for this optimizer or store.
             MismatchError: if the workers' parameters differ.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
-        if not isinstance(kvstore, (str, KVStore)):
-            raise TypeError(f"kvstore is {kvstore!r}; expected a store, or its name")
-        self._optimizer = optimizer  # before any attribute that is looked up there
-        self.kvstore = create(kvstore) if isinstance(kvstore, str) else kvstore
-        self._weight = 1.0
+        self._wrap(optimizer, kvstore)
         self._is_syncing = True
         self._is_reduced = False  # all gradients since the last step are means over the workers
         self._has_local = False  # gradients of a backward inside `no_sync` wait for the next reduction
@@ -164,21 +213,6 @@ class DistributedOptimizer(NetworkState, Optimizer):
             self._owned = _OwnedParameters(self._optimizer, dict(zip(trained.values(), owners, strict=True)), owning)
 
     # Averaging
-
-    @property
-    def weight(self) -> float:
-        """Weight of this worker's gradients in the mean, for example its number of samples; 0: they are ignored.
-
-        Raises:
-            TypeError: if it is set to something else than a number.
-            ValueError: if it is set to a negative number, NaN or infinity.
-        """
-        return self._weight
-
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        check_not_negative("weight", weight)
-        self._weight = float(weight)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -332,28 +366,8 @@ class DistributedOptimizer(NetworkState, Optimizer):
         if self._owned is not None:
             self._owned.drop_others()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer; single worker only.
-
-        Raises:
-            RuntimeError: with several workers, whose store has keys for the first parameters only.
-        """
-        if self._reducer is not None:
-            raise RuntimeError(
-                "add_param_group() came after DistributedOptimizer() gave the parameters to the store; add all groups "
-                "to the torch optimizer first (with requires_grad=True)"
-            )
-        self._optimizer.add_param_group(param_group)
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up other attributes on the wrapped optimizer, such as ``defaults``."""
-        if name == "_optimizer":
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
-
-    def __repr__(self) -> str:
-        """Show the wrapped optimizer and the store."""
-        return f"DistributedOptimizer({self._optimizer!r}, kvstore={self.kvstore.type!r})"
+    def _has_keys(self) -> bool:
+        return self._reducer is not None
 
 
 class _OwnedParameters:

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from gangline.kvstore.interface import KVStore, read_optimizer_states
-from gangline.kvstore.optimizer import files
+from gangline.kvstore.interface import KVStore
+from gangline.kvstore.optimizer import files, state_parts
 from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.reducer.sharded_weights import ShardedWeights
@@ -65,7 +65,7 @@ class OwnedKeys:
     def load_optimizer_states(self, path: str | Path) -> None:
         """Replace the state by that of rank 0's file, as `KVStore.load_optimizer_states`. Collective."""
         read: list[object] = []
-        self._store.group.run_on_rank(lambda: read.append(read_optimizer_states(path)), "load_states")
+        self._store.group.run_on_rank(lambda: read.append(state_parts.load_whole(Path(path))), "load_states")
         state = read[0] if read else None
         parts = [state.header(), state.tensors] if isinstance(state, OptimizerState) else None
         self.load_state(OptimizerState.from_parts(*self._store.group.broadcast(parts, "load_states")), str(path))

@@ -142,17 +142,17 @@ class BalancedLoader:
             )
         self._exchange = self._shared_exchange or RankExchange(group_of(networks, group))
         size, rank = self._exchange.size, self._exchange.rank
-        given, order = [1.0] * size, cast(GlobalOrder | None, None)
-        caps: list[int | None] | None = None
-        arrangement: Arrangement | None = None
-        outer: Any = None  # accelerate's loader
+        self._networks, self._loss_reduction, self._count = networks, loss_reduction, count
+        self._order: GlobalOrder | None = None  # of a map-style data set
+        self._caps: list[int | None] | None = None  # those given by the user
         self._global_batch = 0
+        given, outer = [1.0] * size, cast(Any, None)  # accelerate's loader
+        arrangement: Arrangement | None = None
         minimum = smallest_share(*networks)
 
         def check() -> tuple[dict[str, Any], int, int | None, dict[str, Any]]:
             """Check the arguments; return settings that must be equal on all ranks, prefetched batches, steps, data."""
-            nonlocal given, order, caps, outer, loader, arrangement
-            is_sum = loss_reduction == "sum"
+            nonlocal given, outer, loader, arrangement
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
             given = checked_loads(loads, size)
@@ -163,21 +163,22 @@ class BalancedLoader:
                 outer, loader, samples = loader, prepared.loader, global_batch or prepared.global_batch
             is_cut = own_iteration(loader) is None and not isinstance(loader.dataset, IterableDataset)
             if stream is None and is_cut:
-                order, self._global_batch = order_of(loader, self._exchange, samples)
+                self._order, self._global_batch = order_of(loader, self._exchange, samples)
             else:
                 self._global_batch = check_stream(loader, stream, samples, size)
             if memory is not None and memory != "auto":
-                caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
+                self._caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
             together = accumulate
             if together is None:
                 is_kept = outer is None or lengths is None or stream == "own" or (count and loss_reduction == "mean")
                 together = 1 if is_kept else accumulated_steps()
-            by_parts = loss_reduction == "normalized"
-            if accumulate not in (None, 1) and lengths is None and not by_parts and (count is None or is_sum):
+            is_arranged = lengths is not None or loss_reduction == "normalized"
+            if accumulate not in (None, 1) and not is_arranged and (count is None or loss_reduction == "sum"):
                 raise ValueError(
                     f"accumulate is {accumulate}; expected lengths, by which the samples of an update are sorted, or "
                     "count of a mean, which is then over all batches of an update; else accumulate=1"
                 )
+            by_parts = loss_reduction == "normalized"
             arrangement = arrangement_of(lengths, loader, stream, padding, together, pool, budget, by_parts=by_parts)
             settings = {
                 **settings_of(loader),
@@ -185,7 +186,7 @@ class BalancedLoader:
                 "stream": stream,
                 "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
-                "memory": memory if memory is None or memory == "auto" else list(memory),
+                "memory": self._caps or memory,
                 "count": "given" if count is not None else "samples",
                 "the smallest share": minimum,
                 "lengths": None if arrangement is None else arrangement.lengths.checksum,
@@ -194,69 +195,58 @@ class BalancedLoader:
                 "pool": pool,
                 "budget": budget,
                 "GANGLINE_REPLICA_CHECK": check_interval(),
+                **(self._order.settings if self._order is not None else {}),
             }
-            settings |= {} if order is None else order.settings
-            data = {} if order is None else describe_data(loader)
+            data = {} if self._order is None else describe_data(loader)
             drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
-            return settings, drawn_ahead, getattr(order, "length", None), data
+            return settings, drawn_ahead, getattr(self._order, "length", None), data
 
         settings, aheads, of_orders, data = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
         check_same(settings, "balance")
         check_same_data(data)
-        self._loss_reduction, self._count = loss_reduction, count
-        self._networks = networks
-        timer = self._timer_type(networks) if loads == "auto" else None
         devices = [parameter.device for network in networks for parameter in network.parameters()]
         if torch.device("cpu") in devices:
             keep_freed_memory()
-        limited = devices[0] if devices and memory == "auto" else None
-        # The DataLoader prefetches batches, and accelerate reads one more.
         together = int(settings[0]["accumulate"])
-        horizon = max(aheads) + together + (outer is not None)
         self._balance = RankBalance(
             rank,
             given,
-            timer,
-            horizon=horizon,
-            device=limited,
-            caps=caps,
+            self._timer_type(networks) if loads == "auto" else None,
+            horizon=max(aheads) + together + (outer is not None),  # prefetched, and one that accelerate reads ahead
+            device=devices[0] if devices and memory == "auto" else None,
+            caps=self._caps,
             minimum=minimum,
             by_cost=arrangement is not None,
         )
         self._user_loader = self._loader = loader
-        self._caps = None if arrangement is not None or isinstance(memory, str) else memory
         self._source: ShareSampler | IterableBatches
-        self._sized: GlobalOrder | IterableBatches
-        if order is None:
-            self._source = self._sized = IterableBatches(
-                loader, stream == "same", self.global_batch, self._balance, rank, arrangement, budget or 0.0
+        if self._order is None:
+            self._source = IterableBatches(
+                loader, stream == "same", self.global_batch, self._balance, arrangement, budget or 0.0
             )
             if arrangement is not None:  # samples are collated when they are cut
                 sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
                 sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
                 self._loader = copy_loader(loader, collate_fn=list, **sizes, **sampler)
         else:
-            if isinstance(order, RankOrder):  # if each rank draws its own batches, the longest rank counts
-                order.length = None if None in of_orders else max(of_orders)
-            self._sized = order
-            ahead = max(aheads) + together - 1
-            self._source = self._sampler_type(order, self._balance, rank, ahead, arrangement)
+            if isinstance(self._order, RankOrder):  # if each rank draws its own batches, the longest rank counts
+                self._order.length = None if None in of_orders else max(of_orders)
+            self._source = self._sampler_type(self._order, self._balance, max(aheads) + together - 1, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
         self._outer = self._steps if outer is None else outer
         self._restore: Callable[[], Any] = lambda: None
-        self._joins_batches = arrangement is not None and arrangement.joins
-        self._accumulate, self._cuts_updates = together, arrangement is not None and arrangement.by_parts
         if outer is not None:
             self._restore = weakref.finalize(self, read_unequal(outer, self._steps, waiting_for_ranks))
+        self._arrangement, self._accumulate = arrangement, together
         is_weighted = loss_reduction != "normalized"
         self._watch = LabelWatch(is_needed=count is None and loss_reduction == "mean")
         self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
-        self._weights = (
-            GradientWeights(networks, self._trained, is_tracked=self._trains_as_read) if is_weighted else None
-        )
-        self._drops = order is None and budget is None and getattr(loader, "drop_last", False)
+        self._weights: GradientWeights | None = None
+        if is_weighted:
+            self._weights = GradientWeights(networks, self._trained, is_tracked=self._trains_as_read)
+        self._drops = self._order is None and budget is None and getattr(loader, "drop_last", False)
         self._lockstep = Lockstep(
             self._exchange,
             self._balance,
@@ -269,11 +259,11 @@ class BalancedLoader:
             weighs_updates=self._weighs_updates and together > 1 and count is not None and loss_reduction == "mean",
             has_collectives=has_collectives(networks),
         )
+        if self._shared_exchange is None:
+            _open.add(self._lockstep)
         self._update: list[BalancedBatch] = []  # its batches that were trained
         self._is_ramped = False  # global_batch was set
         self._cuts_anew = False  # the rest of the epoch, because global_batch was set
-        if self._shared_exchange is None:
-            _open.add(self._lockstep)
         self._evaluation_loads: list[float] = []  # those that the last evaluation has found
         self.epoch = 0
         """Number of the current epoch, or of the next one between epochs."""
@@ -334,20 +324,22 @@ class BalancedLoader:
     def global_batch(self, samples: int) -> None:
         check_global_batch(samples, self._exchange.size, 1)
         is_within = self._lockstep.is_open
-        is_read_ahead = isinstance(self._sized, RankOrder) or self._outer is not self._steps or not self._trains_as_read
-        if (is_within and is_read_ahead) or (self._joins_batches and (is_within or self._skip)):
+        is_read_ahead = isinstance(self._order, RankOrder) or self._outer is not self._steps or not self._trains_as_read
+        joins_batches = self._arrangement is not None and self._arrangement.joins
+        if (is_within and is_read_ahead) or (joins_batches and (is_within or self._skip)):
             raise RuntimeError(f"global_batch is set to {samples} within an epoch; expected this between two epochs")
-        if self._caps is not None:
+        if self._caps is not None and self._arrangement is None:
             checked_caps(self._caps, self._exchange.size, samples)
-        self._sized.resize(samples)
+        resized: Any = self._order or self._source
+        resized.resize(samples)
         self._global_batch, self._is_ramped = samples, True
-        self._cuts_anew = is_within and isinstance(self._sized, SampleOrder)
+        self._cuts_anew = is_within and isinstance(self._order, SampleOrder)
         self._lockstep.smallest = samples if self._drops else 1
 
     @property
     def loads(self) -> list[float]:
         """Loads of all ranks, for the batches that are drawn next."""
-        return self._balance.loads
+        return list(self._balance.loads)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
@@ -395,10 +387,10 @@ class BalancedLoader:
         self._trained.bind_layers()
         if self._weights is not None:
             self._weights.add_new_parameters()
-        self._balance.begin_epoch()
+        self._balance.drop_time()  # of what ran between epochs
         self._seed = starts[0]["seed"]
         self._consumed = starts[0]["skip"]
-        if self._cuts_updates:  # one that was begun is trained again
+        if self._arrangement is not None and self._arrangement.by_parts:  # an update that was begun is trained again
             self._consumed -= self._consumed % (self._accumulate * self.global_batch)
         timer = self._balance.timer
         self._was_left = True  # until its end
@@ -601,7 +593,7 @@ class BalancedLoader:
         if state.get("is_ramped"):
             self.global_batch = state["global_batch"]
         saved, present = state.get("global_batch", self.global_batch), self.global_batch
-        if self._joins_batches and state["samples"] and saved != present:
+        if self._arrangement is not None and self._arrangement.joins and state["samples"] and saved != present:
             raise ValueError(
                 f"the epoch was left in the middle with a global batch of {saved} samples, and goes on with {present}, "
                 f"but accumulate= and pool= form other batches of them; expected global_batch={saved}"
@@ -670,8 +662,7 @@ def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
     return [*networks, parameters] if len(parameters) else networks
 
 
-_open: weakref.WeakSet[Lockstep] = weakref.WeakSet()
-"""Loaders that are not closed."""
+_open: weakref.WeakSet[Lockstep] = weakref.WeakSet()  # of loaders that are not closed
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -692,11 +683,11 @@ def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
     while True:
         timer.resume()
         try:
-            batch = next(batches)
-        except StopIteration:
-            return
+            batch = next(batches, _END)
         finally:
             timer.pause()
+        if batch is _END:
+            return
         yield batch
 
 
@@ -719,8 +710,7 @@ class _Steps:
 
     def __init__(self, owner: BalancedLoader) -> None:
         self._owner = owner
-        self.read: deque[BalancedBatch] = deque()
-        """Batches that were read and not yet handed out: accelerate reads one ahead."""
+        self.read: deque[BalancedBatch] = deque()  # not yet handed out: accelerate reads one ahead
 
     def __iter__(self) -> Iterator[Any]:
         self.read.clear()
@@ -732,8 +722,8 @@ class _Steps:
         outer: Any = owner._outer
         if outer is not self:
             outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
-        pieces = source.pieces(loader, owner._seed + owner.epoch, owner._consumed, owner._first)
-        for batch, data in owner._lockstep.batches(pieces, source.read_ahead, owner._first):
+        shares = source.shares(loader, owner._seed + owner.epoch, owner._consumed)
+        for batch, data in owner._lockstep.batches(shares, source.read_ahead, owner._first):
             self.read.append(batch)
             yield data
 

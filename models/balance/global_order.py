@@ -6,8 +6,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ from torch.utils.data import (
 )
 
 from gangline.collectives.errors import MismatchError
-from gangline.models.balance.lockstep import Piece
-from gangline.models.balance.rank_balance import RankBalance
+from gangline.models.balance.rank_balance import RankBalance, Split
 from gangline.models.balance.rank_exchange import RankExchange
+from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.batches import length_of
 from gangline.models.data.lengths import Arrangement, Update
 from gangline.models.data.loaders import sampler_of
@@ -86,16 +85,18 @@ class SampleOrder:
 class RankOrder:
     """Order drawn by samplers: by rank 0's, or by those of all ranks if each draws its own part."""
 
+    length: int | None
+    """Number of global batches according to this rank's sampler; None: unknown."""
+
     def __init__(
         self,
         lists: Iterable[Sequence[Any]],
         exchange: RankExchange,
         *,
         of_all_ranks: bool,
-        size: int | None = None,
-        drop_last: bool = False,
-        length: int | None = None,
-        samples: int | None = None,
+        size: int | None,
+        drop_last: bool,
+        samples: int | None,
     ) -> None:
         """Read this rank's lists of indices, anew for each epoch.
 
@@ -103,11 +104,14 @@ class RankOrder:
         ``size`` that many samples cut from them. The other ranks then draw too, as in a loop without `balance`, and
         compare the samples of their first epoch, of a data set of ``samples``, with those of rank 0.
         """
-        self._samples = samples
         self._lists, self._exchange, self._of_all_ranks = lists, exchange, of_all_ranks
-        self._size, self._drop_last = size, drop_last
-        self.length = length
-        """Number of global batches according to this rank's sampler; None: unknown."""
+        self._size, self._drop_last, self._samples = size, drop_last, samples
+        self._measure()
+
+    def _measure(self) -> None:
+        count = length_of(self._lists if self._size is None else getattr(self._lists, "sampler", None))
+        per_batch = self._size or (1 if self._of_all_ranks else self._exchange.size)
+        self.length = None if count is None else _batch_count(count, per_batch, drop_last=self._drop_last)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,9 +122,8 @@ class RankOrder:
         """Set the samples of a global batch; ValueError if the sampler decides them."""
         if self._size is None:
             raise ValueError(f"global_batch is set to {size}, but the sampler decides the size of batches")
-        count = length_of(getattr(self._lists, "sampler", None))
         self._size = size
-        self.length = None if count is None else _batch_count(count, size, drop_last=self._drop_last)
+        self._measure()
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:  # noqa: ARG002  the sampler is the user's
         """Return the global batches of an epoch, without its first ``skip`` samples. Collective."""
@@ -209,19 +212,13 @@ def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int 
             f"global_batch is {global_batch}, but the {type(owner).__name__} decides the size of batches; leave "
             "global_batch out"
         )
-    if is_plain and not of_all_ranks:
-        lists, cut_size, drawn, per_batch = BatchSampler(sampler, batches.batch_size, False), size, sampler, size
-    else:
-        lists, cut_size, drawn, per_batch = batches, None, batches, 1 if of_all_ranks else exchange.size
-    count = length_of(drawn)
-    length = None if count is None else _batch_count(count, per_batch, drop_last=drops)
+    is_cut = is_plain and not of_all_ranks
     order = RankOrder(
-        lists,
+        BatchSampler(sampler, batches.batch_size, False) if is_cut else batches,
         exchange,
         of_all_ranks=of_all_ranks,
-        size=cut_size,
+        size=size if is_cut else None,
         drop_last=drops,
-        length=length,
         samples=length_of(loader.dataset),
     )
     return order, size
@@ -264,33 +261,29 @@ class ShareSampler(Sampler[list[Any]]):
     """
 
     def __init__(
-        self, order: GlobalOrder, balance: RankBalance, rank: int, ahead: int, arrangement: Arrangement | None = None
+        self, order: GlobalOrder, balance: RankBalance, ahead: int, arrangement: Arrangement | None = None
     ) -> None:
         """Cut an order; each rank's DataLoader prefetches at most ``ahead`` batches."""
-        self._order, self._balance, self._rank, self._ahead = order, balance, rank, ahead
-        self._arrangement = arrangement
-        self._known: deque[list[Any] | Update | None] = deque()  # global batches that are not drawn yet
-        self._drawn: deque[Piece] = deque()  # batches not returned yet
+        self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
+        self._known: deque[tuple[list[Any] | Update, Split]] = deque()  # global batches that are not drawn yet
+        self._drawn: deque[BalancedBatch] = deque()  # batches not returned yet
         self._batches: Iterator[list[Any] | Update | None] = iter(())
         self._is_complete = False
-        self._first = 0  # number of the epoch's first global batch
 
-    def pieces(self, loader: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:
-        """Return this rank's batches of an epoch shuffled by ``seed``, without its first ``skip`` samples. Collective.
-
-        Its global batches are numbered from ``first``.
+    def shares(self, loader: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
+        """Return this rank's shares of an epoch shuffled by ``seed``, without its first ``skip`` samples. Collective.
 
         The order is read here, equally far ahead on every rank, and not when a DataLoader draws, because ranks whose
         DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
         """
         self._known.clear()
         self._drawn.clear()
-        self._is_complete, self._first = False, first
+        self._is_complete = False
         self._batches = self._global_batches(seed, skip)
         for _ in range(self._ahead + 1):
             self.read_ahead()
-        for batch in loader:
-            yield replace(self._drawn.popleft(), batch=batch)
+        for data in loader:
+            yield self._drawn.popleft(), data
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[list[Any] | Update | None]:
         arrangement = self._arrangement
@@ -301,21 +294,16 @@ class ShareSampler(Sampler[list[Any]]):
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
         following = list(islice(self._batches, 1))
-        self._known.extend(following)
+        self._known.extend((batch, self._balance.split) for batch in following if batch is not None)
         self._is_complete = not following
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Draw the shares of the epoch that `pieces` began."""
-        shares: deque[tuple[list[Any], Piece]] = deque()  # of an update that was cut as a whole
-        for number in count(self._first):
-            if not self._known:
-                assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
-                return
-            if (batch := self._known.popleft()) is not None:
-                shares.extend(shares_of(batch, number, self._balance, self._rank, self._arrangement))
-            share, piece = shares.popleft()
-            self._drawn.append(piece)
-            yield share
+        """Draw the shares of the epoch that `shares` began."""
+        while self._known:
+            for batch, samples in shares_of(*self._known.popleft(), self._arrangement):
+                self._drawn.append(batch)
+                yield samples
+        assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -325,27 +313,31 @@ class ShareSampler(Sampler[list[Any]]):
 
 
 def shares_of(
-    batch: list[Any] | Update, number: int, balance: RankBalance, rank: int, arrangement: Arrangement | None
-) -> Iterator[tuple[list[Any], Piece]]:
-    """Return a rank's share of a global batch, or of each batch of an update, with its piece without data."""
-    samples, steps = batch if isinstance(batch, Update) else (batch, 1)
+    whole: list[Any] | Update, split: Split, arrangement: Arrangement | None
+) -> Iterator[tuple[BalancedBatch, list[Any]]]:
+    """Return this rank's share of a global batch, or of each batch of an update, with its samples."""
+    samples, steps = whole if isinstance(whole, Update) else (whole, 1)
     if arrangement is None:
-        counts = balance.counts(number, len(samples))
-        own, begin = counts[rank], sum(counts[:rank])
-        yield samples[begin : begin + own] or samples[:1] * balance.minimum, Piece(own, None, len(samples), own)
+        counts = split.counts(len(samples))
+        own, begin = counts[split.rank], sum(counts[: split.rank])
+        batch = BalancedBatch(samples=own, cost=own, agreed=len(samples))
+        yield batch, samples[begin : begin + own] or samples[:1] * split.minimum
         return
     lengths = arrangement.lengths
     costs = lengths.of(samples)
-    for cut in balance.cut(number, costs, steps, padding=lengths.padding):
-        if not any(len(places) for places in cut):
+    for places in split.cut(costs, steps, padding=lengths.padding):
+        counts, part = [*map(len, places)], costs[places[split.rank]]
+        if not any(counts):
             raise ValueError(
-                f"an update has {len(samples)} samples for {steps} steps of shares of {balance.minimum} samples or "
+                f"an update has {len(samples)} samples for {steps} steps of shares of {split.minimum} samples or "
                 "more; expected a larger global_batch, or accumulate=1"
             )
-        own = cut[rank]
-        share = [samples[place] for place in own] or [samples[int(costs.argmin())]] * balance.minimum
-        counts = [len(places) for places in cut]
-        agreed = sum(counts) + (zlib.crc32(repr(counts).encode()) << 20)
-        total = sum(float(costs[places].sum()) for places in cut)
-        in_batch = lengths.in_batch(costs[own])
-        yield share, Piece(len(own), None, agreed, lengths.cost(costs[own]), total, in_batch, cut)
+        batch = BalancedBatch(
+            samples=len(part),
+            cost=lengths.cost(part),
+            costs=lengths.in_batch(part),
+            places=places,
+            total=sum(float(costs[each].sum()) for each in places),
+            agreed=sum(counts) + (zlib.crc32(repr(counts).encode()) << 20),
+        )
+        yield batch, [samples[place] for place in places[split.rank]] or [samples[int(costs.argmin())]] * split.minimum

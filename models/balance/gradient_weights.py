@@ -301,9 +301,7 @@ class Reduction:
     def __init__(self, model: DistributedDataParallel) -> None:
         """Track a network."""
         self._model = model
-        named: dict[str, Tensor] = {
-            name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad
-        }
+        named = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
         self.names, self._parameters = list(named), list(named.values())
         # With find_unused_parameters the used parameters are unknown, so the first gradient counts.
         self._expected = 1 if model.find_unused_parameters else len(named)
@@ -313,9 +311,9 @@ class Reduction:
         """Returns the `Lockstep` that is called at the ends of backward passes and reductions, if it exists."""
         self.not_finite = 0
         """Number, from 1, of the first parameter with a gradient that is not finite; 0: all are finite."""
-        self._is_completing = False
         self.has_trained = False
         """True if gradients have been reduced, so that other ranks are expected to run forward in each batch."""
+        self._is_completing = False
         # A second call of DistributedDataParallel's hook before forward would broadcast buffers again.
         if model.broadcast_buffers and any(True for _ in model.buffers()):
             hook = model.module.register_forward_pre_hook(WeakCall(self._note_forward))
@@ -324,15 +322,11 @@ class Reduction:
 
     def begin_batch(self) -> None:
         """Begin a batch, in which no gradient has arrived yet."""
-        self.arrived = 0
-        """Number of gradients of the current backward that are to be reduced."""
-        self.is_partial = False
-        """True if this batch has accumulated gradients that are not reduced yet (`no_sync`)."""
+        self.arrived = 0  # gradients of the current backward that are to be reduced
+        self.is_partial = False  # this batch has accumulated gradients that are not reduced yet (`no_sync`)
+        self.is_ended = False  # a backward of this batch has reduced gradients
+        self.adds = False  # the parameters had gradients before those of this batch
         self._has_entered = False  # into the forward of the network
-        self.is_ended = False
-        """True if a backward of this batch has reduced gradients."""
-        self.adds = False
-        """True if the parameters had gradients before those of this batch."""
 
     def _note_forward(self, *_: object) -> None:
         self._has_entered = True

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.models.balance.global_order import check_global_batch, shares_of
-from gangline.models.balance.lockstep import Piece
 from gangline.models.balance.rank_balance import RankBalance
+from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.batches import length_of
 from gangline.models.data.joined_batches import JoinedBatches
 from gangline.models.data.lengths import Arrangement
@@ -69,7 +68,6 @@ class IterableBatches:
         is_same: bool,
         size: int,
         balance: RankBalance,
-        rank: int,
         arrangement: Arrangement | None = None,
         budget: float = 0.0,
     ) -> None:
@@ -78,11 +76,11 @@ class IterableBatches:
         With ``arrangement`` the loader returns lists of samples, which are collated here once they are cut.
         """
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
-        self._is_same, self._size, self._balance, self._rank = is_same, size, balance, rank
+        self._is_same, self._size, self._balance = is_same, size, balance
         self._arrangement, self._budget = arrangement, budget
 
-    def pieces(self, batches: Iterable[Any], seed: int, skip: int, first: int) -> Iterator[Piece]:
-        """Return batches as `ShareSampler.pieces`; without samples once this rank's stream has ended."""
+    def shares(self, batches: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
+        """Return shares as `ShareSampler.shares`; without samples once this rank's stream has ended."""
         if skip and not self._is_same:
             raise ValueError(
                 f'the epoch cannot continue behind {skip} samples with stream="own", since their number on each '
@@ -90,11 +88,11 @@ class IterableBatches:
             )
         if self._arrangement is not None:
             listed = chain.from_iterable(batches)
-            cut = self._cut(self._arrangement, listed, seed, skip, first)
+            cut = self._cut(self._arrangement, listed, seed, skip)
             shares = cut if self._is_same else self._filled(self._arrangement, listed)
-            return (replace(piece, batch=self._loader.collate_fn(share)) for share, piece in shares)
-        samples = JoinedBatches(batches, self._batch_size)
-        return self._of_same(samples, skip, first) if self._is_same else self._of_own(samples, first)
+            return ((batch, self._loader.collate_fn(samples)) for batch, samples in shares)
+        joined = JoinedBatches(batches, self._batch_size)
+        return self._of_same(joined, skip) if self._is_same else self._of_own(joined)
 
     def resize(self, size: int) -> None:
         """Set the samples of a global batch; ValueError if a budget decides them."""
@@ -119,40 +117,49 @@ class IterableBatches:
             raise TypeError("the streams have no length, so the number of batches is not known")
         return -(-samples // self._size)
 
-    def _of_same(self, samples: JoinedBatches, skip: int, first: int) -> Iterator[Piece]:
+    def _of_same(self, samples: JoinedBatches, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
         while skip > 0 and (left_out := samples.take(min(skip, self._size))[0]):
             skip -= left_out
-        for number in count(first):
-            total, batch = samples.take(self._size)
-            if not total:
-                return
-            counts = self._balance.counts(number, total)
-            begin, own = sum(counts[: self._rank]), counts[self._rank]
-            part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, self._balance.minimum)
+        while (taken := samples.take(self._size))[0]:
+            total, batch = taken
+            split = self._balance.split
+            counts = split.counts(total)
+            begin, own = sum(counts[: split.rank]), counts[split.rank]
+            part = samples.cut(batch, begin, begin + own) if own else samples.cut(batch, 0, split.minimum)
             agreed = total + (samples.checksum(batch) << 20)  # to find ranks that read another stream
-            yield Piece(own, part, agreed, own)
+            yield BalancedBatch(samples=own, cost=own, agreed=agreed), part
+
+    def _of_own(self, samples: JoinedBatches) -> Iterator[tuple[BalancedBatch, Any]]:
+        repeated: Any = None
+        while True:
+            split = self._balance.split
+            own, batch = samples.take(split.counts(self._size)[split.rank])
+            if own:
+                repeated = samples.cut(batch, 0, split.minimum)
+            elif repeated is None:
+                raise self._has_no_samples()
+            yield BalancedBatch(samples=own, cost=own, agreed=self._size), batch if own else repeated
 
     def _cut(
-        self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int, first: int
-    ) -> Iterator[tuple[list[Any], Piece]]:
+        self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int
+    ) -> Iterator[tuple[BalancedBatch, list[Any]]]:
         """Return this rank's part of each global batch of the same stream, by cost."""
         order = iter(lambda: list(islice(samples, self._size)), [])  # `resize` holds from the next batch on
         if not arrangement.joins:
             skip -= sum(1 for _ in islice(samples, skip))
-        for number, batch in enumerate(arrangement.batches(order, seed, skip), first):
+        for batch in arrangement.batches(order, seed, skip):
             if batch is not None:
-                yield from shares_of(batch, number, self._balance, self._rank, arrangement)
+                yield from shares_of(batch, self._balance.split, arrangement)
 
-    def _filled(self, arrangement: Arrangement, samples: Iterator[Any]) -> Iterator[tuple[list[Any], Piece]]:
+    def _filled(self, arrangement: Arrangement, samples: Iterator[Any]) -> Iterator[tuple[BalancedBatch, list[Any]]]:
         """Fill shares from this rank's own stream up to its part of the budget; then repeat a sample of weight 0."""
         lengths, minimum = arrangement.lengths, self._balance.minimum
-        sample = next(samples, _END)
-        if sample is _END:
+        first = sample = next(samples, _END)
+        if first is _END:
             raise self._has_no_samples()
-        repeated = [sample] * minimum
         while sample is not _END:
             share: list[Any] = []
-            costs, limit = np.array([]), self._balance.part_of(self._budget)
+            costs, limit = np.array([]), self._balance.split.part_of(self._budget)
             while sample is not _END:
                 added = np.append(costs, lengths.of([sample]))
                 if len(share) >= minimum and lengths.cost(added) > limit:
@@ -160,21 +167,12 @@ class IterableBatches:
                 share.append(sample)
                 costs, sample = added, next(samples, _END)
             in_batch = lengths.in_batch(costs)
-            yield share, Piece(len(share), None, 0, lengths.cost(costs), self._budget, in_batch)
+            yield BalancedBatch(samples=len(share), cost=lengths.cost(costs), costs=in_batch, total=self._budget), share
         while True:
-            yield repeated, Piece(0, None)
+            yield BalancedBatch(samples=0), [first] * minimum
 
     def _has_no_samples(self) -> ValueError:
         return ValueError(
-            f"the stream of rank {self._rank} has no samples, so that rank has no batch to take part with; expected "
-            "at least one sample on each rank"
+            f"the stream of rank {self._balance.rank} has no samples, so that rank has no batch to take part with; "
+            "expected at least one sample on each rank"
         )
-
-    def _of_own(self, samples: JoinedBatches, first: int) -> Iterator[Piece]:
-        repeated: Any = None
-        for number in count(first):
-            total, batch = samples.take(self._balance.counts(number, self._size)[self._rank])
-            if not total and repeated is None:
-                raise self._has_no_samples()
-            repeated = samples.cut(batch, 0, self._balance.minimum) if total else repeated
-            yield Piece(total, batch if total else repeated, self._size, total)

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from itertools import chain, count, takewhile
@@ -25,33 +25,11 @@ from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch
 from gangline.models.data.batches import common_rows
 
-LEAVE_SECONDS = 60.0
-"""Time for other ranks to finish the batch in which this rank left the loop without a gradient."""
-EXIT_SECONDS = 5.0
-"""Time for other ranks to receive the last message of a process that an error ends."""
+LEAVE_SECONDS = 60.0  # for other ranks to finish the batch in which this rank left the loop without a gradient
+EXIT_SECONDS = 5.0  # for other ranks to receive the last message of a process that an error ends
 
-Count = Callable[[Any], float | Tensor]
-"""Returns the divisor of the mean loss of a batch."""
+Count = Callable[[Any], float | Tensor]  # the divisor of the mean loss of a batch
 LossReduction = Literal["mean", "sum", "normalized"]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Batch that one rank read for a step."""
-
-    samples: int
-    """Samples that it trains on; 0: the batch only repeats a sample with weight 0."""
-    batch: Any
-    whole: int = 0
-    """Number that must be the same on all ranks: samples of the global batch, or a checksum of them."""
-    cost: float = 0.0
-    """Of the samples that it trains on: their number, or what ``lengths`` count."""
-    total: float = 0.0
-    """Cost of the global batch, without padding."""
-    costs: Sequence[float] | None = None
-    """`BalancedBatch.costs`."""
-    places: Sequence[Any] = ()
-    """`BalancedBatch.places`."""
 
 
 class Signal(IntEnum):
@@ -61,7 +39,7 @@ class Signal(IntEnum):
     """It begins an epoch: `ReplicaCheck.weights` follows."""
     BATCH = 1
     """It has read the batches of the next update: `ReplicaCheck.updates`, `Measured`, and of each batch its
-    samples, what they count, and `Piece.whole`."""
+    samples, what they count, and `BalancedBatch.agreed`."""
     UNREAD = 2
     """It could not read the next batch."""
     NEXT = 3
@@ -124,15 +102,11 @@ class Lockstep:
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
         self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
-        self.is_open = False
-        """True while this rank is in an epoch."""
-        self.was_left = False
-        """True if another rank left the epoch that ended last."""
-        self.is_stopping = False
-        """True if this rank ends the epoch when the loop asks for the next batch."""
+        self.is_open = False  # this rank is in an epoch
+        self.was_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
+        self.is_stopping = False  # this rank ends the epoch when the loop asks for the next batch
         self._batch: BalancedBatch | None = None  # the current one
         self._rows: _Rows | None = None  # messages of all ranks at the end of backward
-        self._is_left = False  # another rank has left the epoch, which ends when the loop asks for the next batch
         if reduction is not None:
             reduction.listener = weakref.ref(self)
 
@@ -140,12 +114,12 @@ class Lockstep:
         """Synchronize with the other ranks before an epoch, whose first global batch has this number. Collective."""
         self.leave()
         self._batch = None
-        self.was_left = self.is_stopping = self._is_left = False
+        self.was_left = self.is_stopping = False
         if (rows := self._ask(Signal.EPOCH, self._replicas.weights())) is not None:
             self._replicas.compare_weights([row[1] for row in rows], f"balance: before global batch {first}")
 
     def batches(
-        self, pieces: Iterator[Piece], read_ahead: Callable[[], None], first: int
+        self, shares: Iterator[tuple[BalancedBatch, Any]], read_ahead: Callable[[], None], first: int
     ) -> Iterator[tuple[BalancedBatch, Any]]:
         """Return the global batches of an epoch with this rank's data. Collective.
 
@@ -154,14 +128,14 @@ class Lockstep:
         stops or leaves it.
 
         Args:
-            pieces: this rank's batches; at its end a rank stops, or continues with pieces of 0 samples.
-            read_ahead: gets from other ranks what a piece of the next update needs. Collective.
+            shares: this rank's batches; at its end a rank stops, or continues with batches of 0 samples.
+            read_ahead: gets from other ranks what a batch of the next update needs. Collective.
             first: number of the first global batch.
         """
         self.is_open = True
         try:
             for number in count(first, self._accumulate):
-                update = self._next_update(pieces, number)
+                update = self._next_update(shares, number)
                 is_last = len(update) < self._accumulate
                 for _ in range(0 if is_last else self._accumulate):
                     read_ahead()
@@ -179,17 +153,17 @@ class Lockstep:
             self.is_open = False  # on all ranks
             raise
 
-    def _next_update(self, pieces: Iterator[Piece], first: int) -> deque[tuple[BalancedBatch, Any]]:
+    def _next_update(self, shares: Iterator[tuple[BalancedBatch, Any]], first: int) -> deque[tuple[BalancedBatch, Any]]:
         """Read the batches of an update and exchange their counts; if they are too few, the epoch ends with them."""
         if self.is_stopping:
             self._ask(Signal.STOP)
             return deque()
-        read: list[Piece] = []
+        read: list[tuple[BalancedBatch, Any]] = []
         error = None
         row: tuple[float, ...] = (Signal.UNREAD,)
         try:
-            read = [next(pieces, Piece(0, None)) for _ in range(self._accumulate)]
-            numbers = [(piece.samples, _counted(self._count, piece), piece.whole) for piece in read]
+            read = [next(shares, (BalancedBatch(samples=0), None)) for _ in range(self._accumulate)]
+            numbers = [(share.samples, _count_of(self._count, share, data), share.agreed) for share, data in read]
             updates, measured = self._replicas.updates(), self._balance.measured()
             row = (Signal.BATCH, *updates, *measured, *chain.from_iterable(numbers))
         except Exception as raised:  # noqa: BLE001  raised on all ranks
@@ -203,80 +177,72 @@ class Lockstep:
             finally:
                 del error  # else it keeps its traceback's frames until garbage is collected
         self._replicas.compare_updates([row[1:3] for row in rows], f"balance: before global batch {first}")
-        of_batches = [
-            self._counts(number, [row[begin : begin + _PER_BATCH] for row in rows])
-            for number, begin in enumerate(range(_HEAD, self._row, _PER_BATCH), first)
-        ]
-        total = max(piece.total or float(sum(samples)) for piece, (samples, _) in zip(read, of_batches, strict=True))
+        batches = []
+        for number, (share, _) in enumerate(read):
+            begin = _HEAD + number * _PER_BATCH
+            batches.append(self._agreed(share, first + number, [row[begin : begin + _PER_BATCH] for row in rows]))
+        total = max(batch.total or float(sum(batch.counts)) for batch in batches)
         self._balance.receive(first, [Measured(*row[3:_HEAD]) for row in rows], total)
-        complete = list(takewhile(lambda each: sum(each[0]) >= self.smallest, of_batches))
-        last = first + len(complete) - 1
-        of_update = sum(sum(counted) for _, counted in complete) / (len(complete) or 1) if self._weighs_updates else 0.0
+        complete = list(takewhile(lambda batch: sum(batch.counts) >= self.smallest, batches))
+        of_update = sum(sum(batch.counted) for batch in complete) / (len(complete) or 1) if self._weighs_updates else 0
         return deque(
-            (replace(self._weighted(number, *counts, piece, of_update), ends_update=number == last), piece.batch)
-            for number, (piece, counts) in enumerate(zip(read, complete, strict=False), first)
+            (self._weighted(batch, of_update, ends_update=batch is complete[-1]), data)
+            for batch, (_, data) in zip(complete, read, strict=False)
         )
 
-    def _counts(self, number: int, rows: _Rows) -> tuple[list[int], list[float]]:
-        """Return the samples of all ranks in a global batch, and what they count; raise if these are wrong."""
-        for rank, (_, divisor, whole) in enumerate(rows):
+    def _agreed(self, batch: BalancedBatch, number: int, rows: _Rows) -> BalancedBatch:
+        """Return a batch with its number, the samples of all ranks and what they count; raise if these are wrong."""
+        for rank, (_, divisor, agreed) in enumerate(rows):
             if not (0 <= divisor < math.inf):
                 raise ValueError(
                     f"count= returned {divisor} on rank {rank} for global batch {number}; expected a number, 0 or more"
                 )
-            if whole != rows[0][2]:
+            if agreed != rows[0][2]:
                 raise RuntimeError(
                     f"rank {rank} read other samples than rank 0 for global batch {number}; expected the same data "
                     'set, the same global_batch, and with stream="same" the same order of samples (the same seed of '
                     "shuffles), on all ranks"
                 )
-        samples, counted = [int(row[0]) for row in rows], [row[1] for row in rows]
-        if self._count is None:
-            is_mean = self._loss_reduction == "mean"
-            counted = self._rows_of_samples(number, samples, counted) if is_mean else list(map(float, samples))
-        return samples, counted
+        counts, counted = tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
+        if self._count is None and self._loss_reduction == "mean":
+            self._check_rows(number, counts, counted)
+        elif self._count is None:
+            counted = tuple(map(float, counts))
+        return replace(batch, number=number, counts=counts, counted=counted)
 
-    def _weighted(
-        self, number: int, counts: list[int], counted: list[float], piece: Piece, of_update: float
-    ) -> BalancedBatch:
-        """Return a global batch with the weight of this rank's part.
+    def _weighted(self, batch: BalancedBatch, of_update: float, *, ends_update: bool) -> BalancedBatch:
+        """Return a batch with the weight of this rank's part.
 
         ``of_update`` is the mean of what the batches of the update count, 0: they do not matter.
         """
-        size, rank = self._exchange.size, self._exchange.rank
-        samples = counts[rank]
+        size, counted = self._exchange.size, sum(batch.counted)
         if self._loss_reduction == "sum":
-            share = float(size) if samples else 0.0
+            share = float(size) if batch.samples else 0.0
         else:
-            share = counted[rank] * size / (of_update or sum(counted) or 1.0)
-        weight = share or (NOTHING_COUNTS if samples else 0.0)
-        return BalancedBatch(
-            number,
-            tuple(counts),
-            tuple(counted),
-            samples,
-            share,
-            1.0 if self._loss_reduction == "normalized" else weight,
-            self._exchange.group,
-            piece.cost,
-            piece.costs,
-            piece.places,
-            scale=of_update / sum(counted) if of_update and sum(counted) else 1.0,
+            share = batch.counted[self._exchange.rank] * size / (of_update or counted or 1.0)
+        weight = share or (NOTHING_COUNTS if batch.samples else 0.0)
+        return replace(
+            batch,
+            share=share,
+            weight=1.0 if self._loss_reduction == "normalized" else weight,
+            group=self._exchange.group,
+            ends_update=ends_update,
+            scale=of_update / counted if of_update and counted else 1.0,
         )
 
-    def _rows_of_samples(self, number: int, counts: list[int], rows: list[float]) -> list[float]:
-        """Return the rows of all ranks' batches; ValueError if they may not be the samples that collate has kept."""
+    def _check_rows(self, number: int, counts: Sequence[int], rows: Sequence[float]) -> None:
+        """Raise ValueError if the rows of all ranks' batches may not be the samples that collate has kept."""
         pairs = [(own, count) for own, count in zip(rows, counts, strict=True) if count]
         self._has_samples_as_rows |= any(own == count for own, count in pairs)
         is_in_proportion = all(own * pairs[0][1] == count * pairs[0][0] for own, count in pairs)
         is_kept = self._has_samples_as_rows and all(own <= count for own, count in pairs)
         if not is_in_proportion and not is_kept:
             raise ValueError(
-                f"balance: the shares of global batch {number} are {counts} samples, but the tensors that collate made "
-                f"of them have {[int(own) for own in rows]} rows; balance() cannot tell what the loss is a mean "
-                "over: pass count=, a function of the batch, such as count=len or lambda batch: len(batch[0]) for rows"
+                f"balance: the shares of global batch {number} are {list(counts)} samples, but the tensors that "
+                f"collate made of them have {[int(own) for own in rows]} rows; balance() cannot tell what the loss is "
+                "a mean over: pass count=, a function of the batch, such as count=len or lambda batch: len(batch[0]) "
+                "for rows"
             )
-        return rows
 
     def go_on(self) -> bool:
         """Ask for a batch that was exchanged before; return False if a rank has ended the epoch. Collective."""
@@ -361,7 +327,7 @@ class Lockstep:
         reduction = self._reduction
         if self.is_open and self._batch is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
-        while not self._is_left:
+        while not self.was_left:
             rows = self._gather(signal, *numbers)
             self._release(rows)
             signals = self._checked(rows)
@@ -383,7 +349,7 @@ class Lockstep:
                     f"balance: {_listed(signals, Signal.EPOCH)} begins an epoch that others have not ended"
                 )
             return rows
-        self.is_open, self.was_left = False, True
+        self.is_open = False
         return None
 
     def _checked(self, rows: _Rows) -> list[Signal]:
@@ -446,12 +412,12 @@ class Lockstep:
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )
-        self._balance.discard_batch(batch.number, {rank: int(rows[rank][2]) for rank in skipped if rows[rank][2]})
+        self._balance.discard_batch({rank: int(rows[rank][2]) for rank in skipped if rows[rank][2]})
         if Signal.LEFT in signals:
             self._warn_of_left(signals)
 
     def _warn_of_left(self, signals: Sequence[Signal]) -> None:
-        self._is_left = True
+        self.was_left = True
         batch = "" if self._batch is None else f" after global batch {self._batch.number}"
         warnings.warn(
             f"balance: {_listed(signals, Signal.LEFT)} left the loop{batch}, so this rank ends its epoch there too; "
@@ -460,10 +426,10 @@ class Lockstep:
         )
 
 
-def _counted(count: Count | None, piece: Piece) -> float:
-    if count is None or not piece.samples:
-        return common_rows(piece.batch, piece.samples) if piece.samples else 0.0
-    value = count(piece.batch)
+def _count_of(count: Count | None, share: BalancedBatch, data: Any) -> float:
+    if count is None or not share.samples:
+        return common_rows(data, share.samples) if share.samples else 0.0
+    value = count(data)
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -29,28 +29,60 @@ _LOGGED_CHANGE = 0.1  # change of a share, relative to an equal one, that is log
 class Measured(NamedTuple):
     """Measurements of a rank since its last message."""
 
-    seconds: float = 0.0
-    """Time of the batches whose time is known since the last message, without waits for other ranks."""
-    cost: float = 0.0
-    """Their cost: samples, or what ``lengths`` count."""
-    limit: float = 0.0
-    """Largest cost of a share that fits into the rank's memory; 0: unknown."""
+    seconds: float = 0.0  # of the batches whose time is known since the last message, without waits for other ranks
+    cost: float = 0.0  # of these batches: samples, or what ``lengths`` count
+    limit: float = 0.0  # largest cost of a share that fits into the memory of the rank; 0: unknown
 
 
-class _Split(NamedTuple):
-    first: int  # global batch at which it takes effect
+class Split(NamedTuple):
+    """Parts of the ranks in a global batch, the same on all ranks."""
+
+    rank: int  # this one
     loads: list[float]
     caps: list[int | None]
     order: list[int]  # ranks, that of the longest samples first
+    minimum: int
 
-    def alike(self) -> list[list[int]]:
+    def counts(self, size: int) -> list[int]:
+        """Return each rank's samples in a global batch of ``size``; no share is empty if there are enough samples."""
+        return split_within(size, self.loads, self.caps, self.minimum)
+
+    def part_of(self, budget: float) -> float:
+        """Return this rank's part of the cost of a global batch, within its limit of memory."""
+        part, cap = budget * self.loads[self.rank] / sum(self.loads), self.caps[self.rank]
+        return part if cap is None else min(part, cap)
+
+    def cut(self, costs: Any, steps: int = 1, *, padding: bool = True) -> list[list[Any]]:
+        """Return the positions of each rank's samples in each of ``steps`` global batches of these costs together.
+
+        Ranks need not wait for each other between these batches. Of ranks of similar speed the one that has the least
+        of the update so far gets the next larger part, so that all end the update together.
+        """
+        parts = [rank for _ in range(steps) for rank in self.order]
+        caps, size = [self.caps[rank] for rank in parts], len(self.order)
+        cut = cut_by_cost(costs, [self.loads[rank] for rank in parts], caps, self.minimum, padding=padding)
+        found, spent = [], [0.0] * size
+        for begin in range(0, len(parts), size):
+            of_rank = dict(zip(self.order, cut[begin : begin + size], strict=True))
+            for ranks in self._alike() if steps > 1 else ():
+                own = {rank: cost_of(costs[of_rank[rank]], padding=padding) for rank in ranks}
+                largest = [of_rank[rank] for rank in sorted(ranks, key=own.__getitem__, reverse=True)]
+                for rank, part in zip(sorted(ranks, key=spent.__getitem__), largest, strict=True):
+                    of_rank[rank] = part
+                    spent[rank] += cost_of(costs[part], padding=padding) / self.loads[rank]
+            found.append([of_rank[rank] for rank in range(size)])
+        return found
+
+    def _alike(self) -> list[list[int]]:
         """Return groups of ranks of similar speed and the same cap, in order."""
         groups: list[list[int]] = []
         for rank in self.order:
             first = groups[-1][0] if groups else rank
             ratio = self.loads[rank] / self.loads[first]
-            is_alike = 1 / _ALIKE <= ratio <= _ALIKE and self.caps[rank] == self.caps[first]
-            groups = [*groups[:-1], [*groups[-1], rank]] if groups and is_alike else [*groups, [rank]]
+            if groups and 1 / _ALIKE <= ratio <= _ALIKE and self.caps[rank] == self.caps[first]:
+                groups[-1].append(rank)
+            else:
+                groups.append([rank])
         return groups
 
 
@@ -58,8 +90,8 @@ class RankBalance:
     """Decides which part of a global batch each rank gets; all ranks make the same decision.
 
     Each message about the next batches carries what its rank measured since the one before (`measured`); `receive`
-    takes those of all ranks. Up to ``horizon`` batches are prefetched, so new loads take effect at the first batch that
-    no rank has drawn.
+    takes those of all ranks. A global batch is cut by the `split` at the time when its samples are known, which all
+    ranks read equally far ahead.
     """
 
     def __init__(
@@ -76,12 +108,12 @@ class RankBalance:
     ) -> None:
         """Start with these loads; without ``timer``, which measures this rank, they are fixed.
 
-        Each rank draws at most ``horizon`` batches ahead. The memory of ``device`` limits the growth of this rank's
-        share, and ``caps`` that of each rank. ``minimum`` is the smallest share that is not empty. With ``by_cost``
-        loads and caps are of the samples' lengths, not of their number.
+        At most ``horizon`` batches are read ahead. The memory of ``device`` limits the growth of this rank's share, and
+        ``caps`` that of each rank. ``minimum`` is the smallest share that is not empty. With ``by_cost`` loads and caps
+        are of the samples' lengths, not of their number.
         """
         self.timer, self.minimum = timer, minimum
-        self._rank, self._size, self._horizon = rank, len(loads), horizon
+        self.rank, self._size, self._horizon = rank, len(loads), horizon
         self._device, self._by_cost = device, by_cost
         names = [f"rank {number}" for number in range(self._size)]
         parts = PARTS if by_cost else None
@@ -89,8 +121,8 @@ class RankBalance:
         self._kept_caps = list(caps or [None] * self._size)  # the user's, or after an out-of-memory error
         self.caps = list(self._kept_caps)
         """Maximum share of each rank; None: no limit is known."""
-        self._splits: list[_Split] = []  # ascending
-        self.set_loads(loads, None)
+        self._order = list(range(self._size))
+        self.set_loads(loads)
         self._measurements = Measurements()
         self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message
         self._recent: list[tuple[float, float]] | None = [] if by_cost and not rank else None
@@ -103,70 +135,20 @@ class RankBalance:
         self.close = weakref.finalize(self, timer.close if timer is not None else lambda: None)
         """Remove the hooks of the model."""
 
+    def set_loads(self, loads: Sequence[float]) -> None:
+        """Use these loads for batches that are read from now on. All ranks call it."""
+        self.loads = [float(load) for load in loads]
+        self._order = ranks_by_speed(loads, self._order)
+
     @property
-    def loads(self) -> list[float]:
-        """Latest loads, which may begin with a later batch."""
-        return list(self._splits[-1].loads)
-
-    def part_of(self, budget: float) -> float:
-        """Return this rank's part of the cost of a global batch by the latest loads, within its limit of memory."""
-        split = self._splits[-1]
-        part, cap = budget * split.loads[self._rank] / sum(split.loads), split.caps[self._rank]
-        return part if cap is None else min(part, cap)
-
-    def set_loads(self, loads: Sequence[float], batch: int | None) -> None:
-        """Use these loads, and the current caps, from the first batch that no rank has drawn. All ranks call it.
-
-        ``batch`` is the number of the current batch, from the start of the job; None: no batch was drawn.
-        """
-        first = 0 if batch is None else batch + self._horizon
-        before = self._splits[-1].order if self._splits else list(range(len(loads)))
-        self._splits = [split for split in self._splits if split.first < first]
-        self._splits.append(
-            _Split(first, [float(load) for load in loads], list(self.caps), ranks_by_speed(loads, before))
-        )
-
-    def _split(self, batch: int) -> _Split:
-        while len(self._splits) > 1 and self._splits[1].first <= batch - 2 * self._horizon:
-            self._splits.pop(0)  # no longer needed, even by a rank that is behind
-        return next(split for split in reversed(self._splits) if split.first <= batch)
-
-    def counts(self, batch: int, size: int) -> list[int]:
-        """Return each rank's samples in a global batch of ``size``; no share is empty if there are enough samples."""
-        split = self._split(batch)
-        return split_within(size, split.loads, split.caps, self.minimum)
-
-    def cut(self, batch: int, costs: Any, steps: int = 1, *, padding: bool = True) -> list[list[Any]]:
-        """Return the positions of each rank's samples in each of ``steps`` global batches of these costs together.
-
-        Ranks need not wait for each other between these batches. Of ranks of similar speed the one that has the least
-        of the update so far gets the next larger part, so that all end the update together.
-        """
-        split = self._split(batch)
-        parts = [rank for _ in range(steps) for rank in split.order]
-        caps = [split.caps[rank] for rank in parts]
-        cut = cut_by_cost(costs, [split.loads[rank] for rank in parts], caps, self.minimum, padding=padding)
-        found, spent = [], [0.0] * self._size
-        for begin in range(0, len(parts), self._size):
-            of_rank = dict(zip(split.order, cut[begin : begin + self._size], strict=True))
-            for ranks in split.alike() if steps > 1 else ():
-                own = {rank: cost_of(costs[of_rank[rank]], padding=padding) for rank in ranks}
-                largest = [of_rank[rank] for rank in sorted(ranks, key=own.__getitem__, reverse=True)]
-                for rank, part in zip(sorted(ranks, key=spent.__getitem__), largest, strict=True):
-                    of_rank[rank] = part
-                    spent[rank] += cost_of(costs[part], padding=padding) / split.loads[rank]
-            found.append([of_rank[rank] for rank in range(self._size)])
-        return found
+    def split(self) -> Split:
+        """How a global batch is cut whose samples are read now."""
+        return Split(self.rank, self.loads, list(self.caps), self._order, self.minimum)
 
     def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
         self._cost, self._samples = self._cost + cost, self._samples + samples
         self._largest = max(self._largest, cost)
-
-    def begin_epoch(self) -> None:
-        """Use the latest loads from the first batch on; what ran between epochs does not count. All ranks call it."""
-        self.drop_time()
-        self.set_loads(self.loads, None)
 
     def drop_time(self) -> None:
         """Do not count the current batch."""
@@ -223,15 +205,15 @@ class RankBalance:
         part = self._full / PARTS if self._by_cost else 1.0
         self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in self.caps]
         is_counted = batch > self._counted_from and any(row.cost for row in rows)
-        if is_counted and self._speeds.record([row.cost for row in rows], [row.seconds for row in rows]):
-            self.set_loads(self._speeds.loads, batch)
+        is_new = is_counted and self._speeds.record([row.cost for row in rows], [row.seconds for row in rows])
+        if is_new:
+            self.set_loads(self._speeds.loads)
             self._counted_from = batch + self._horizon + 1
-            self._log_split()
-        elif self._batches == WINDOW:
+        if is_new or self._batches == WINDOW:
             self._log_split()
 
-    def discard_batch(self, batch: int, out_of_memory: Mapping[int, int]) -> None:
-        """Do not count a batch in which a rank had no gradient. All ranks call it with the same.
+    def discard_batch(self, out_of_memory: Mapping[int, int]) -> None:
+        """Do not count the current batch, in which a rank had no gradient. All ranks call it with the same.
 
         Ranks that ran out of memory with these shares get at most half of them from now on, if others have room.
         """
@@ -239,51 +221,44 @@ class RankBalance:
         for rank, share in out_of_memory.items():
             cap = self._kept_caps[rank]
             self._kept_caps[rank] = self.caps[rank] = max(1, share // 2 if cap is None else min(cap, share // 2))
-        self.set_loads(self.loads, batch + 1)
 
     def state(self) -> dict[str, Any]:
         """Return loads and speeds as plain data."""
-        return {"loads": self.loads, "speeds": self._speeds.state()}
+        return {"loads": list(self.loads), "speeds": self._speeds.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned, before a batch is drawn; speeds of other ranks are measured again."""
-        loads = self.loads
+        """Restore what `state` returned, before a batch is read; speeds of other ranks are measured again."""
         if self.timer is not None and len(state["loads"]) == self._size:
             self._speeds.load_state(state["speeds"])
-            loads = [float(load) for load in state["loads"]]
-        self.set_loads(loads, None)
+            self.set_loads(state["loads"])
 
     def _log_split(self) -> None:
         """Log the split on rank 0, if it differs noticeably from the one that was logged last."""
-        loads, speeds = self._speeds.loads, self._speeds.speeds()
-        is_new = not self._logged or any(
-            abs(load - logged) * self._size > _LOGGED_CHANGE for load, logged in zip(loads, self._logged, strict=True)
-        )
-        if self._rank or not speeds or not is_new:
+        loads, speeds, full = self._speeds.loads, self._speeds.speeds(), self._full
+        changes = [abs(load - logged) * self._size for load, logged in zip(loads, self._logged, strict=False)]
+        if self.rank or not speeds or max(changes, default=1.0) <= _LOGGED_CHANGE:
             return
-        self._logged = loads
-        rates = [1 / speed for speed in speeds]
-        full, equal = self._full, [self._full / self._size] * self._size
+        self._logged, rates = loads, [1 / speed for speed in speeds]
         if self._by_cost:
-            parts = ", ".join(f"rank {rank} {load:.0%}" for rank, load in enumerate(loads))
-            shares, costs = f"{parts} of {full:.3g} units of length", [load * full for load in loads]
+            costs, shown = [load * full for load in loads], [f"{load:.0%}" for load in loads]
+            whole, unit = f"{full:.3g} units of length", "units"
         else:
-            counts = split_within(int(full), loads, self.caps, self.minimum)
-            parts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-            shares, costs = f"{parts} of {int(full)} samples", list(map(float, counts))
+            costs = [*map(float, self.split.counts(int(full)))]
+            shown, whole, unit = [f"{cost:.0f}" for cost in costs], f"{int(full)} samples", "samples"
         with log_to_stderr():
             _log.info(
-                "balance: %s%s (%s %s/s); expected step %.3g ms, equal split %.3g ms",
+                "balance: %s%s of %s (%s %s/s); expected step %.3g ms, equal split %.3g ms",
                 "the split stays equal so far, " if len(set(loads)) == 1 else "",
-                shares,
+                ", ".join(f"rank {rank} {share}" for rank, share in enumerate(shown)),
+                whole,
                 listed_rates(speeds),
-                "units" if self._by_cost else "samples",
+                unit,
                 1e3 * step_seconds(costs, rates),
-                1e3 * step_seconds(equal, rates),
+                1e3 * step_seconds([full / self._size] * self._size, rates),
             )
 
 
-def checked_caps(memory: Sequence[int], size: int, global_batch: int) -> list[int | None]:
+def checked_caps(memory: Sequence[Any], size: int, global_batch: int) -> list[int | None]:
     """Return the user's maximum shares; ValueError if their sum is below the global batch."""
     caps = list(memory)
     if len(caps) != size or not all(isinstance(cap, int) and cap >= 1 for cap in caps):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -117,9 +118,9 @@ class RankExchange:
             time.sleep(0.001)
 
     def _rows(self, numbers: Sequence[float]) -> Tensor:
-        rows = torch.zeros(self.size, len(numbers), dtype=torch.float64, device="cpu")
-        rows[self.rank] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        return rows
+        rows = np.zeros((self.size, len(numbers)))
+        rows[self.rank] = numbers
+        return torch.from_numpy(rows)
 
 
 def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:

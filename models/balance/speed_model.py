@@ -7,8 +7,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from gangline.kvstore.workload import holding, split_within
@@ -73,15 +73,20 @@ class SpeedModel:
         self._reset()
 
     def _reset(self) -> None:
-        self._members = [_Member() for _ in self.names]
         self.loads = [round(1 / len(self.names), 4)] * len(self.names)
+        self._windows: list[deque[float]] = [deque(maxlen=WINDOW) for _ in self.names]  # seconds per cost
         self._sizes = [0.0, 0.0]  # cost of the largest batch in the window before, and in this one
-        self._elapsed = self._since_trial = 0.0  # seconds of steps in this measurement, and since the last trial
+        self._since_trial = 0.0  # seconds of steps
         self._measured = 0  # measurements since the last change
         self._proportion = 1.0  # change of a share's time relative to that of its cost, as the last change showed
         self._changed_from: list[tuple[int, float]] | None = None  # shares and rates before the last change
         self._changed_to: list[float] = []  # rates after it
         self._is_unlogged = True
+        self._begin_measurement()
+
+    def _begin_measurement(self) -> None:
+        self._elapsed = 0.0  # seconds of its steps
+        self._sums = [[0.0, 0.0] for _ in self.names]  # seconds and cost of each member
 
     def record(self, costs: Sequence[float], seconds: Sequence[float | None]) -> bool:
         """Record cost and seconds of each member's share of a batch; return True if the loads changed.
@@ -89,37 +94,36 @@ class SpeedModel:
         A share that was not measured has None or 0 seconds.
         """
         self._sizes[-1] = max(self._sizes[-1], sum(costs))
-        for member, cost, took in zip(self._members, costs, seconds, strict=True):
+        for sums, cost, took in zip(self._sums, costs, seconds, strict=True):
             if cost and took:
-                member.cost += cost
-                member.seconds += took
+                sums[0] += took
+                sums[1] += cost
         step = max((took or 0.0 for took in seconds), default=0.0)
         self._elapsed += step
         self._since_trial += step
         if self._elapsed < _MIN_SECONDS:
             return False
-        for member in self._members:
-            member.end_measurement()
-        self._elapsed = 0.0
+        for window, (took, cost) in zip(self._windows, self._sums, strict=True):
+            window.extend([took / cost] if cost else [])
+        self._begin_measurement()
         self._measured += 1
         if not self._measured % WINDOW:
             self._sizes = [self._sizes[-1], 0.0]
-        return self._measured >= WINDOW and self.update_loads()
+        return self._measured >= WINDOW and self._update_loads()
 
     @property
-    def size(self) -> int:
+    def _size(self) -> int:
         """Samples (or parts) of a full batch; 0 before the first one."""
         return int(max(self._sizes)) if self._parts is None else self._parts
 
-    def update_loads(self) -> bool:
+    def _update_loads(self) -> bool:
         """Derive the loads from the last measurements; log and return True if they changed."""
-        size = self.size
-        if not size or not any(member.rates for member in self._members):
+        if not self._size or not any(self._windows):
             return False
-        rates, error = self._rates(), max(member.error() for member in self._members)
-        before = self._counts(size)
+        rates, error = self._rates(), max(map(_relative_error, self._windows))
+        before = split_within(self._size, self.loads)
         self._learn_proportion(before, rates, error)
-        counts = self._better_split(size, before, rates, error)
+        counts = self._better_split(before, rates, error)
         if changed := counts != before:
             self._changed_from = list(zip(before, rates, strict=True))
             self._set_counts(counts)
@@ -128,8 +132,9 @@ class SpeedModel:
             self._log(self._logger)
         return changed
 
-    def _better_split(self, size: int, before: list[int], rates: list[float], error: float) -> list[int]:
+    def _better_split(self, before: list[int], rates: list[float], error: float) -> list[int]:
         """Return a split with a noticeably shorter step than the present split, else that one."""
+        size = self._size
         caps = holding(self.caps, size)
         floors = [0 if self._may_idle else min(self._minimum, size // len(before))] * len(before)
         slopes = [self._proportion * rate for rate in rates]
@@ -166,54 +171,39 @@ class SpeedModel:
             self._proportion, self._changed_to = 1.0, []
 
     def _rates(self) -> list[float]:
-        """Return the seconds per unit of cost of each member; one without measurements gets the others' average."""
-        known = [member.rate() for member in self._members if member.rates]
-        average = statistics.mean(known)
-        return [member.rate() if member.rates else average for member in self._members]
-
-    def _counts(self, size: int) -> list[int]:
-        """Return the samples (or parts) of each member by the present loads."""
-        quotas = [load * size for load in self.loads]
-        counts = [round(quota) for quota in quotas]
-        while (excess := sum(counts) - size) != 0:
-            step = 1 if excess < 0 else -1
-            place = max(range(len(counts)), key=lambda at: (quotas[at] - counts[at]) * step)
-            counts[place] += step
-        return counts
+        """Return the median seconds per unit of cost of each member; one without measurements gets the average."""
+        medians = [statistics.median(window) if window else None for window in self._windows]
+        average = statistics.mean(rate for rate in medians if rate is not None)
+        return [average if rate is None else rate for rate in medians]
 
     def _set_counts(self, counts: Sequence[int]) -> None:
         is_equal = max(counts) - min(counts) <= 1
         parts = [1] * len(counts) if is_equal else counts
         self.loads = [max(round(n / sum(parts), 4), 0.0001) if n else 0.0 for n in parts]
-        self._measured, self._elapsed = 0, 0.0
-        for member in self._members:
-            member.cost = member.seconds = 0.0
+        self._measured = 0
+        self._begin_measurement()
 
     def begin_epoch(self) -> bool:
         """Start a trial of idle members, unless waiting for them would cost too much; return True if one starts."""
         if all(self.loads) or not self._since_trial:
             return False
-        rates, counts = self._rates(), self._counts(self.size)
-        step = step_seconds(counts, rates)
-        trial = self._minimum * max(rate for rate, load in zip(rates, self.loads, strict=True) if not load)
-        if TRIAL_BATCHES * (trial - step) > _TRIAL_COST * self._since_trial:
+        idle = [member for member, load in enumerate(self.loads) if not load]
+        rates, counts = self._rates(), split_within(self._size, self.loads)
+        trial = self._minimum * max(rates[member] for member in idle)
+        if TRIAL_BATCHES * (trial - step_seconds(counts, rates)) > _TRIAL_COST * self._since_trial:
             return False
-        counts[counts.index(max(counts))] -= self._minimum * counts.count(0)
-        for member, load in zip(self._members, self.loads, strict=True):
-            if not load:
-                member.rates.clear()
-        self._set_counts([n or self._minimum for n in counts])
+        counts[counts.index(max(counts))] -= self._minimum * len(idle)
+        for member in idle:
+            counts[member] = self._minimum
+            self._windows[member].clear()
+        self._set_counts(counts)
         self._measured, self._since_trial = WINDOW - TRIAL_BATCHES, 0.0
         return True
 
     def state(self) -> dict[str, Any]:
         """Return loads and measurements as plain data."""
-        return {
-            "contexts": list(self.names),
-            "loads": list(self.loads),
-            "rates": [list(member.rates) for member in self._members],
-            "batch_size": max(self._sizes),
-        }
+        rates = [*map(list, self._windows)]
+        return {"contexts": self.names[:], "loads": self.loads[:], "rates": rates, "batch_size": max(self._sizes)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; with other members, start from equal loads and log a warning."""
@@ -227,12 +217,12 @@ class SpeedModel:
             return
         self.loads = [float(load) for load in state["loads"]]
         self._sizes[0] = float(state["batch_size"])
-        for member, rates in zip(self._members, state["rates"], strict=True):
-            member.rates.extend(map(float, rates))
+        for window, rates in zip(self._windows, state["rates"], strict=True):
+            window.extend(map(float, rates))
 
     def speeds(self) -> list[float]:
         """Return the cost per second of each member; empty before the first measurement."""
-        return [1 / rate for rate in self._rates()] if any(member.rates for member in self._members) else []
+        return [1 / rate for rate in self._rates()] if any(self._windows) else []
 
     def _log(self, logger: logging.Logger) -> None:
         shares = ", ".join(f"{name} {load:.3g}" for name, load in zip(self.names, self.loads, strict=True))
@@ -248,34 +238,13 @@ def listed_rates(rates: Sequence[float]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-@dataclass
-class _Member:
-    """Measurements of a context, worker or rank."""
-
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Seconds per unit of cost."""
-    cost: float = 0.0
-    seconds: float = 0.0
-    """Of the measurement that has begun."""
-
-    def end_measurement(self) -> None:
-        """Add the rate of the measurement, if there is one."""
-        if self.cost:
-            self.rates.append(self.seconds / self.cost)
-        self.cost = self.seconds = 0.0
-
-    def rate(self) -> float:
-        """Return the median rate."""
-        return statistics.median(self.rates)
-
-    def error(self) -> float:
-        """Return the relative standard error of the rate, without the slowest measurement."""
-        rates = sorted(self.rates)[: max(2, len(self.rates) - 1)]
-        if len(rates) < 2:
-            return 0.0
-        mean = sum(rates) / len(rates)
-        squares = sum((rate / mean - 1) ** 2 for rate in rates)
-        return math.sqrt(squares / (len(rates) - 1) / len(rates))
+def _relative_error(rates: Sequence[float]) -> float:
+    """Return the relative standard error of rates, without the largest one."""
+    kept = sorted(rates)[: max(2, len(rates) - 1)]
+    if len(kept) < 2:
+        return 0.0
+    mean = sum(kept) / len(kept)
+    return math.sqrt(sum((rate / mean - 1) ** 2 for rate in kept) / (len(kept) - 1) / len(kept))
 
 
 def step_seconds(counts: Sequence[float], rates: Sequence[float], fixed: Sequence[float] | None = None) -> float:
@@ -298,26 +267,21 @@ def shortest_step(
     finishes it first, which is optimal because times grow with the share. Shares are at least ``floors`` where these
     fit, at most ``caps``, and empty or at least ``minimum``.
     """
-    counts = [floor if cap is None else min(floor, cap) for floor, cap in zip(floors, caps, strict=True)]
+    most = [size if cap is None else cap for cap in caps]
+    counts = [*map(min, floors, most)]
     if sum(counts) > size:
         counts = [0] * len(rates)
     constant = fixed or [0.0] * len(rates)
     speed = sum(1 / rate for rate in rates)
     sure = [int(size / (rate * speed)) for rate in rates]  # of all members, if nothing else changes the split
-    limits = zip(counts, sure, caps, strict=True)
-    if not any(constant) and all(count <= n and (cap is None or n < cap) for count, n, cap in limits):
+    if not any(constant) and all(count <= n <= cap for count, n, cap in zip(counts, sure, most, strict=True)):
         counts = sure
-    ends = [
-        (constant[place] + (count + 1) * rate, place)
-        for place, (count, rate, cap) in enumerate(zip(counts, rates, caps, strict=True))
-        if cap is None or count < cap
-    ]
-    heapq.heapify(ends)
-    for _ in range(size - sum(counts)):
-        _, place = ends[0]
+
+    def ends(place: int) -> Iterator[tuple[float, int]]:
+        """Return the times at which a member finishes its following samples."""
+        following = range(counts[place] + 1, most[place] + 1)
+        return ((constant[place] + count * rates[place], place) for count in following)
+
+    for _, place in islice(heapq.merge(*map(ends, range(len(rates)))), size - sum(counts)):
         counts[place] += 1
-        if counts[place] == caps[place]:
-            heapq.heappop(ends)
-        else:
-            heapq.heapreplace(ends, (constant[place] + (counts[place] + 1) * rates[place], place))
     return counts if minimum == 1 else split_within(size, counts, caps, minimum)

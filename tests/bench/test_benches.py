@@ -86,6 +86,19 @@ def test_each_call_has_a_row_beside_gloo(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+def test_local_steps_train_over_slow_links_beside_ddp(tmp_path: Path) -> None:
+    words = ("local-steps", "--tasks", "digits", "-n", "2", "--steps", "20", "--every", "6", "--slower", "2")
+    rows, _ = rows_of(tmp_path / "rows.json", *words, "--only", "2bit|dist_sync")
+    assert [(row["every"], row["samples"]) for row in rows] == [(every, 320) for every in ("1:1", "6:6", "6:6")]
+    for row in rows:
+        assert row["samples_per_s"] > 0
+        assert 0 <= row["score"] <= 1
+    assert rows[0]["times_ddp"] is None
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not installed.available_peers("mpi", "backend"), reason=NO_MPI)
 def test_an_mpi_runs_each_collective(tmp_path: Path) -> None:
     words = ("backend", "--ranks", "2", "--sizes", "4096", "--peers", "mpi", "--runs", "1")

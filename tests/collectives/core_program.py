@@ -115,7 +115,7 @@ def reduce_in_threads(core: Any, size: int) -> None:
         state = bytearray(8 * core.SHARED)
         shared = memoryview(state).cast("q")
         shared[core.LIMITS :] = memoryview(struct.pack("9q", *[1 << 30] * 9)).cast("q")
-        collective, begin, end = core.caller((slots, lambda: time.sleep(0), state))
+        collective, begin, end = core.caller((slots, lambda: time.sleep(0), lambda error: error, state))
         for sequence, (dtype, op, count, is_in_place) in enumerate(CALLS, 1):
             tensor = given(rank, dtype, count)
             out = tensor if is_in_place else np.empty_like(tensor)

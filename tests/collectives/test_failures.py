@@ -74,7 +74,7 @@ def _signal_oneself_midway(number: int) -> None:
     for owner, name in (
         *product((SharedMemoryTransport, ZmqTransport), ("receive", "progress")),
         (SlotExchange, "publish_and_wait"),
-        *product((Communicator,), ("_call", "run_small")),
+        *product((Communicator,), ("all_reduce", "broadcast", "all_to_all", "barrier")),
     ):
         setattr(owner, name, signalling(getattr(owner, name)))
 

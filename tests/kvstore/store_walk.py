@@ -368,7 +368,8 @@ class Walk:
 
         def given(many: Sequence[Any]) -> Any:
             many = [one[0] if isinstance(one, list) and len(one) == 1 and round_ % 2 == 0 else one for one in many]
-            return many[0] if cell["keys"] == "one" else tuple(many) if cell["number"] % 3 == 0 else many
+            given = many[0] if cell["keys"] == "one" else many
+            return tuple(given) if cell["number"] % 3 == 0 and isinstance(given, list) else given
 
         def pull() -> None:
             if kv.updates_wait:

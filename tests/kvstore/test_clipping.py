@@ -262,7 +262,7 @@ def test_a_server_keeps_sums_until_the_update_command_and_refuses_pulls_before()
             assert client.request(Command(3, "optimizer", optimizer_shards.pack_group(0, None, spec))) == CommandResult(
                 3, b""
             )
-            entries = [[number, 1, DENSE, 4 * size] for number, size in sizes.items()]
+            entries = [(number, 1, DENSE, 4 * size) for number, size in sizes.items()]
             ones = [torch.ones(size).numpy().tobytes() for size in sizes.values()]
             assert client.request(Push(4, entries, None, None, False, None), *ones) == Ack([4])
             for _ in range(2):  # asked again, for the answer was lost

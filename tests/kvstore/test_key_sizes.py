@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -31,6 +32,19 @@ def all_are(outs: Tensors, expected: float) -> bool:
     return all(out.tolist() == [[expected] * 3] * 2 for of_key in outs for out in of_key)
 
 
+def called_by(run: Callable[[], object]) -> list[str]:
+    """Return the names of the Python functions that a call runs."""
+    called: list[str] = []
+    gc.disable()  # other packages' callbacks are Python functions
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return called
+
+
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull", "in place"])
 def test_no_python_function_runs_for_each_key(kv: KVStore, call: str) -> None:
     values, outs = tensors(1.0), tensors(0.0)
@@ -44,17 +58,23 @@ def test_no_python_function_runs_for_each_key(kv: KVStore, call: str) -> None:
             "pushpull": lambda: kv.pushpull(keys, of_keys, into),
             "in place": lambda: kv.pushpull(keys, of_keys),
         }[call]
-        called: list[str] = []
-        gc.disable()  # other packages' callbacks are Python functions
-        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
-        try:
-            run()
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        return called
+        return called_by(run)
 
     assert calls(40) == calls(20)
+
+
+@pytest.mark.parametrize(("call", "most"), [("push", 40), ("pull", 30), ("pushpull", 42)])
+def test_a_call_of_one_key_makes_few_python_calls(kv: KVStore, call: str, most: int) -> None:
+    """Count Python functions, some 36, 25 and 35 of a local store: they are most of the time of a small key."""
+    values, outs = [torch.ones(2, 3), torch.ones(2, 3)], [torch.empty(2, 3), torch.empty(2, 3)]
+    for of_one, into in ((values, outs), (values[0], outs[0]), ((*values,), (*outs,))):
+        run = {
+            "push": lambda of_one=of_one: kv.push(KEYS[0], of_one),
+            "pull": lambda into=into: kv.pull(KEYS[0], into),
+            "pushpull": lambda of_one=of_one, into=into: kv.pushpull(KEYS[0], of_one, into),
+        }[call]
+        kv.pushpull(KEYS[0], of_one, into)
+        assert len(called_by(run)) <= most
 
 
 @pytest.mark.parametrize("name", ["value", "out"])

@@ -458,6 +458,8 @@ WRONG_USAGE = {
     "-n 2 -s 0 --log-dir /proc/none": "--log-dir /proc/none cannot be created: No such file",
     "-n 2 --launcher mpi --max-restarts 1": "--max-restarts has no effect with --launcher mpi; expected --launcher ",
     "-n 2 --launcher slurm --max-restarts 1": "Slurm queues the job again",
+    "-n 2 -s 2 --server-memory 8G": "--server-memory has 1 size for 2 servers (-s); expected one for each",
+    "-n 2 -s 2 --server-memory 8G,x": "--server-memory is 'x'; expected bytes above 0, such as 8G, 512M or 1000000",
     "-n 2 --elastic 3:4": "-n is 2; expected 3 to 4 workers, by --elastic",
     "-n 2 --elastic 4": "--elastic is '4'; expected the least and the most workers, such as 1:4",
     "-n 2 -s 0 --elastic 1:4": "--elastic needs servers, -s 1 or more",

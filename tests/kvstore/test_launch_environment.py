@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from gangline.cli.main import app
 from gangline.collectives.environments.job_key import JobKey, job_key
+from gangline.kvstore.parameter_server.environment import parse_bytes
 from gangline.launcher.binding import Cpu, Gpu, Host
 from gangline.launcher.job import JobSpec, Process, process_table
 from tests.kvstore.test_launch import launch
@@ -71,6 +72,23 @@ def test_scheduler_and_servers_wait_for_workers_as_long_as_the_launcher() -> Non
     scheduler, server, *workers = table()
     assert all(process.environment["GANGLINE_SUPERVISED"] == "1" for process in (scheduler, server))
     assert not any("GANGLINE_SUPERVISED" in worker.environment for worker in workers)
+
+
+def test_servers_get_their_memory_and_rank() -> None:
+    scheduler, *servers, worker, _ = table(servers=2, server_memory=(8 << 30, 24 << 30))
+    assert [one.environment["GANGLINE_SERVER_MEMORY"] for one in servers] == ["8589934592", "25769803776"]
+    assert [one.environment["DMLC_SERVER_ID"] for one in servers] == ["0", "1"]
+    assert not any("GANGLINE_SERVER_MEMORY" in one.environment for one in (scheduler, worker, *table()))
+
+
+@pytest.mark.parametrize(
+    ("words", "nbytes"), [("8G", 8 << 30), ("512M", 512 << 20), ("1.5GiB", 3 << 29), ("64kb", 64 << 10), ("1000", 1000)]
+)
+def test_sizes_are_read(words: str, nbytes: int) -> None:
+    assert parse_bytes(words, "size") == nbytes
+    for wrong in ("", "-1", "0", "8X", "8 G G", "inf", f"x{words}"):
+        with pytest.raises(ValueError, match=r"size is .*; expected bytes above 0, such as 8G, 512M or 1000000"):
+            parse_bytes(wrong, "size")
 
 
 def test_workers_get_their_binding_and_servers_none() -> None:

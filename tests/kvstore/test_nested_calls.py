@@ -151,16 +151,17 @@ def test_close_refuses_other_threads_as_soon_as_it_begins_and_waits_for_what_run
 
 @pytest.mark.parametrize(
     ("moment", "async_op"),
-    [("_checked_pairs", False), ("_checked_pairs", True), ("_start", False), ("_start", True), ("_execute", False)],
+    [("_{}", False), ("_{}", True), ("_start", False), ("_start", True), ("run_now", False)],
 )
 @pytest.mark.parametrize("call", ["push", "pull", "pushpull"])
 def test_an_operation_is_refused_if_the_store_closes_before_it_runs(
     kv: KVStore, monkeypatch: pytest.MonkeyPatch, moment: str, call: str, async_op: bool
 ) -> None:
     kv.init("a", torch.zeros(2))
-    if moment != "_execute":
+    moment = moment.format(call)
+    if moment != "run_now":
         kv.push("a", torch.ones(2), async_op=True).wait(LIMIT)  # starts the store's thread
-    owner: Any = kv._queue if moment == "_execute" else kv  # type: ignore[attr-defined]
+    owner: Any = kv._queue if moment == "run_now" else kv  # type: ignore[attr-defined]
     go_on = getattr(owner, moment)
 
     def late(*arguments: Any, **options: Any) -> Any:

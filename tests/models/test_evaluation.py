@@ -128,7 +128,7 @@ def speeds(comm: Communicator, path: str) -> None:
     loader = gangline.balance(model, DataLoader(Numbers(8), 2))
     numbers: DataLoader[Any] = DataLoader(Numbers(120), 4)
     next(iter(loader))
-    loader._balance.set_loads([1.5, 0.5], None)
+    loader._balance.set_loads([1.5, 0.5])
     evaluation = loader.evaluation(numbers)
     assert evaluation.loads == [1.5, 0.5]
     timer, own = loader._balance.timer, evaluation._balance.timer

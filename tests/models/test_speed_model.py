@@ -288,13 +288,14 @@ def test_what_exceeds_a_cap_goes_to_the_others(
 
 
 def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_batch() -> None:
-    balance = RankBalance(0, [1, 1], horizon=2)
-    balance.discard_batch(3, {1: 32})
+    balance = RankBalance(0, [1, 1])
+    read = balance.split
+    balance.discard_batch({1: 32})
     assert balance.caps == [None, 16]
-    assert balance.counts(5, 64) == [32, 32]  # drawn already
-    assert balance.counts(6, 64) == [48, 16]
-    balance.discard_batch(7, {0: 48})
-    assert balance.counts(10, 64) == [38, 26]
+    assert read.counts(64) == [32, 32]
+    assert balance.split.counts(64) == [48, 16]
+    balance.discard_batch({0: 48})
+    assert balance.split.counts(64) == [38, 26]
 
 
 class Timed:

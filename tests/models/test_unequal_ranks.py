@@ -71,7 +71,7 @@ def train(engine: str, changed: Sequence[float], options: dict[str, Any]) -> flo
             optimizer.step()
             batches.append(flat(gathered(numbers[: loader.samples].tolist())))
             if len(batches) == 2 and changed:
-                loader._balance.set_loads(changed, 1)
+                loader._balance.set_loads(changed)
     per_epoch = len(loader)
     loader.close()
     assert sorted(flat(batches[:per_epoch])) == list(range(SAMPLES))

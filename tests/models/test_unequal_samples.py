@@ -260,9 +260,9 @@ def test_the_ranks_end_an_update_together(loads: list[float], most: float) -> No
     """Ranks need not wait for each other within it, so their parts may be unequal in one of its batches."""
     balance, draw = RankBalance(0, loads, by_cost=True), np.random.default_rng(0)
     slowest = mean = 0.0
-    for number in range(20):
+    for _ in range(20):
         costs = draw.lognormal(4, 1, 64 * len(loads)).clip(8, 512)
-        steps = balance.cut(number, costs, 4)
+        steps = balance.split.cut(costs, 4)
         assert sorted(np.concatenate([part for step in steps for part in step]).tolist()) == list(range(len(costs)))
         spent = [
             sum(cost_of(costs[step[rank]], padding=True) for step in steps) / load for rank, load in enumerate(loads)

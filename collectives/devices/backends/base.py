@@ -132,13 +132,10 @@ def mark_written(tensors: Iterable[Tensor]) -> None:
 
 
 def in_slices(flats: Sequence[Tensor], owners: Sequence[int], count: int) -> list[Transfer]:
-    """Return the transfers of an all-reduce of contiguous 1-D tensors, in slices that positions combine in turn.
+    """Return the transfers of an all-reduce of contiguous 1-D tensors, in slices that ``owners`` combine in turn.
 
-    Args:
-        flats: tensors of one length.
-        owners: positions that combine slices.
-        count: number of slices, as equal as multiples of 16 elements can be: loads of 16 bytes are then aligned for
-            every dtype. Empty ones are omitted.
+    There are ``count`` slices, as equal as multiples of 16 elements can be: loads of 16 bytes are then aligned for
+    every dtype. Empty ones are omitted.
     """
     length = len(flats[0])
     step = -(-length // (count * _ALIGN)) * _ALIGN

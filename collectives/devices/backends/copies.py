@@ -28,7 +28,7 @@ _NUMBERS = {dtype: DTYPES.index(dtype) for dtype in (torch.float32, torch.float6
 _MOST_SMALL = 16 * 1024  # bytes of a tensor up to which calls cost more than memory traffic
 LEAST_JOINT = 8  # minimum number of tensors for which joint calls pay off
 
-_is_cpu, _nbytes, _dtype = attrgetter("is_cpu"), attrgetter("nbytes"), attrgetter("dtype")
+_is_cpu, _is_cuda, _nbytes, _dtype = map(attrgetter, ("is_cpu", "is_cuda", "nbytes", "dtype"))
 
 
 class Copies(Backend):
@@ -53,13 +53,17 @@ class Copies(Backend):
 
 def move(transfers: Sequence[Transfer], op: str = "sum") -> None:
     """Run `Backend.move` for values and outs on any devices, in any number."""
-    transfers = [(values, total, [out for out in outs if out is not total]) for values, total, outs in transfers]
-    if any(total.is_cpu and any(one.is_cuda for one in (*values, *outs)) for values, total, outs in transfers):
+    nbytes, crosses, apart = 0, False, list[Transfer]()
+    for values, total, outs in transfers:  # no call for each of them
+        nbytes += total.nbytes
+        crosses = crosses or (total.is_cpu and True in map(_is_cuda, chain(values, outs)))
+        others = outs if id(total) not in map(id, outs) else [out for out in outs if out is not total]
+        apart.append((values, total, others))
+    transfers = apart
+    if crosses:
         _move_by_the_host(transfers, op)
         return
-    if op == "sum" and (
-        len(transfers) >= LEAST_JOINT or sum(total.nbytes for _, total, _ in transfers) >= _MIN_COMPILED
-    ):
+    if op == "sum" and (len(transfers) >= LEAST_JOINT or nbytes >= _MIN_COMPILED):
         transfers = _run_jointly(transfers)
     for values, total, outs in transfers:
         if values:

@@ -83,13 +83,7 @@ __device__ inline T narrow(A x) { return (T)x; }
 
 @lru_cache(maxsize=256)
 def source(dtype: str, op: str, values: int, outs: int) -> str:
-    """Return the CUDA source of `NAME`, which includes no header.
-
-    Args:
-        dtype: dtype of all tensors by torch's name: "float32", "bool", ...
-        op: one of `gangline.collectives.call_signature.OPS`; "mean" of floating-point numbers only.
-        values: number of tensors to combine, from 1.
-        outs: number of tensors to write, from 1.
+    """Return the CUDA source of `NAME`, without a header, for a dtype by torch's name and numbers of tensors.
 
     Raises:
         KeyError: if the dtype is unknown, or does not support the operation.

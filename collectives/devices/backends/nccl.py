@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from torch import Tensor
 from gangline.collectives.devices.backends import nccl_bindings
 from gangline.collectives.devices.backends.base import Backend, Flattened, Transfer
 from gangline.collectives.devices.backends.nccl_bindings import BINDINGS, Binding
+from gangline.collectives.thread_pool import ProcessLock
 
 _log = logging.getLogger("gangline")
 
@@ -37,18 +36,9 @@ _BOOL_OPS = {"sum": 2, "max": 2, "product": 3, "min": 3}  # on 0 and 1, "or" is 
 _Call = tuple[str, int, Tensor, Tensor, str | None] | tuple[str, int, Tensor, Tensor, str | None, int]
 """Arguments of `call` after the binding."""
 
-_group_lock = threading.Lock()  # concurrent groups could launch kernels in different orders on different GPUs
+_group_lock = ProcessLock()  # concurrent groups could launch kernels in different orders on different GPUs
 _unsupported: set[torch.dtype] = set()
 _bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
-
-
-def _renew_lock() -> None:
-    """Replace the lock in a forked process, whose parent's threads may have held it."""
-    global _group_lock
-    _group_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Nccl(Backend):
@@ -60,12 +50,7 @@ class Nccl(Backend):
     name = "nccl"
 
     def __init__(self, devices: Sequence[torch.device], binding: Binding | None = None) -> None:
-        """Create communicators for GPUs.
-
-        Args:
-            devices: distinct GPUs, at least one.
-            binding: the binding; None: the one that GANGLINE_NCCL_BINDING selects.
-        """
+        """Create communicators for distinct GPUs by a binding; None: the one that GANGLINE_NCCL_BINDING selects."""
         super().__init__(devices)
         gpus = [device.index for device in devices]
         self._binding = BINDINGS[nccl_bindings.selected()].for_gpus(gpus) if binding is None else binding

@@ -36,11 +36,7 @@ _lock = threading.Lock()
 
 
 def problem(devices: Sequence[int]) -> str:
-    """Return why some of these GPUs cannot access others' memory; "" if all can. Tried once per process.
-
-    Args:
-        devices: torch indices of GPUs; the same one may occur several times.
-    """
+    """Return why some GPUs, maybe one of them twice, cannot access others' memory; "" if all can. Tried once."""
     pairs = [*permutations(sorted(set(devices)), 2)]
     with _lock:
         _known.update(prove([pair for pair in pairs if pair not in _known]))

@@ -27,12 +27,7 @@ _BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Ncc
 
 
 def open_backend(devices: Devices, wanted: str | None = None) -> Backend:
-    """Return the backend for these devices, as `check` allows; log the choice once for each list of devices.
-
-    Args:
-        devices: the devices, by position.
-        wanted: name of the implementation; None: `choose`. GANGLINE_DEVICE_GROUP overrides it.
-    """
+    """Return the backend that GANGLINE_DEVICE_GROUP names, else ``wanted``, else `choose`; log each choice once."""
     name, source = (os.environ[VARIABLE], VARIABLE) if os.environ.get(VARIABLE) else (wanted, "implementation")
     if name is None:
         name, reason = choose(devices)

@@ -151,13 +151,10 @@ class Staged(Backend):
     def _next_buffer(
         self, kind: Literal["value", "received", "result"], position: int, source: int, like: Tensor
     ) -> Buffer:
-        """Return the one of two buffers that was used longer ago, with a tensor like another one.
+        """Return the buffer of two that was used longer ago, with a tensor like another one of at most `PIECE` bytes.
 
-        Args:
-            kind: what it holds; received values are on the device of ``position``, the others are on the host.
-            position: position whose device writes the memory.
-            source: position whose values it holds.
-            like: tensor of at most `PIECE` bytes.
+        It holds values of ``source``, and is written by the device of ``position``: "received" on that device, else on
+        the host.
         """
         pair = self._buffers[kind, position, source]
         if len(pair) < 2:

@@ -86,12 +86,9 @@ class FutexWakeup:
             self.wake()
 
     def wait(self, rank: int, ready: Callable[[], bool], progress: Callable[[], bool] | None = None) -> None:
-        """Block until ``ready()``, which another rank makes true before it calls `notify`.
+        """Block until ``ready()``, a cheap check of shared memory, which a rank makes true before it calls `notify`.
 
-        Args:
-            rank: rank that makes the condition true.
-            ready: a cheap check of shared memory.
-            progress: advances other work; returns whether work is left, which shortens the sleeps.
+        ``progress`` advances other work, and returns whether work is left, which shortens the sleeps.
         """
         for _ in range(self._spins):
             if ready():

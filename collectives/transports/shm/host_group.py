@@ -56,15 +56,10 @@ def padded(nbytes: int) -> int:
 
 
 def open_host_group(rank: int, members: Sequence[int], nbytes: int, all_gather: BootstrapAllGather) -> HostGroup:
-    """Share memory between the ranks of this host.
+    """Share memory between the ranks of this host, ``members``: a segment of each.
 
     Collective over the ranks of all hosts: the first all-gather offers the memory, the second reports the outcome.
-
-    Args:
-        rank: this rank among the ranks of all hosts.
-        members: the ranks of this host among the ranks of all hosts.
-        nbytes: size of each rank's segment on this host. Pages that are never used take no memory.
-        all_gather: between the ranks of all hosts; called twice.
+    Pages that are never used take no memory.
 
     Raises:
         OSError: on all ranks of all hosts with the same text, if a rank cannot share memory with its host's others.

@@ -134,12 +134,8 @@ class Segment:
 class Offer:
     """New segment of this process that other processes of this host can open by its ``handle`` until `close`.
 
-    Untouched pages take no memory: a segment may be larger than the part that is used.
-
-    Args:
-        nbytes: size of a new segment.
-        descriptor: memfd of a process that outlives this one, empty or filled by a predecessor of this process; it is
-            closed with the offer.
+    Untouched pages take no memory: a segment may be larger than the part that is used. A descriptor is the memfd of a
+    process that outlives this one, empty or filled by a predecessor of this process; it is closed with the offer.
 
     Raises:
         OSError: if the system provides no such memory.

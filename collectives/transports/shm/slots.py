@@ -73,11 +73,7 @@ class SlotExchange:
         return arrived
 
     def publish_and_wait(self, sequence: int, code: int) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Publish this rank's slot and wait until all ranks have published theirs.
-
-        Args:
-            sequence: number of the call on the communicator.
-            code: `CallSignature.code`.
+        """Publish this rank's slot in a call of this number and code, and wait until all ranks have published theirs.
 
         Returns:
             The parity of the slots to read, and rank -> (sequence, code) of ranks in another call.
@@ -88,7 +84,9 @@ class SlotExchange:
         status = self._core.exchange(self._handle, sequence, code)
         return (self.parity + 1) & 1, self.wait() if status else {}
 
-    def caller(self, wait: Callable[[], None], shared: bytearray) -> tuple[Callable[..., int], ...]:
+    def caller(
+        self, wait: Callable[[], None], failed: Callable[[BaseException], BaseException], shared: bytearray
+    ) -> tuple[Callable[..., int], ...]:
         """Return three functions that run, begin and end a collective of plain tensors, contiguous and on the CPU.
 
         The first two take the collective's number; a tensor, or None where it has none; a tensor for the result, or
@@ -99,9 +97,10 @@ class SlotExchange:
 
         Args:
             wait: waits once for late ranks.
+            failed: takes an error inside a collective, and returns the one that the functions raise.
             shared: the engine's integers, as `compiled_core` numbers them.
         """
-        functions: tuple[Callable[..., int], ...] = self._core.caller((self._handle, wait, shared))
+        functions: tuple[Callable[..., int], ...] = self._core.caller((self._handle, wait, failed, shared))
         return functions
 
     def wait(self) -> dict[int, tuple[int, int]]:

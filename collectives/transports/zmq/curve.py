@@ -53,12 +53,7 @@ def _server_pair(key: JobKey) -> tuple[bytes, bytes]:
 
 
 class Handshakes:
-    """Outcome of the handshakes of a connecting socket.
-
-    Args:
-        endpoint: "tcp://HOST:PORT" that it connects to.
-        key: key that it uses.
-    """
+    """Outcome of the handshakes of a socket that connects to "tcp://HOST:PORT" with a key."""
 
     def __init__(self, endpoint: str, key: JobKey | None) -> None:
         self._endpoint = endpoint.removeprefix("tcp://")

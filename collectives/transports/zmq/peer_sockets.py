@@ -182,13 +182,8 @@ class PeerSockets:
 class PeerSocket:
     """One socket to one rank, and the state of its connection.
 
-    Every connection begins with a hello of both sides: half of a token that only the two ranks know. The connection is
-    up from the peer's hello until it ends; messages and connections without that hello are ignored.
-
-    Args:
-        context: ZeroMQ context of the sockets.
-        token: 32 bytes, the same on both sides.
-        binds: True if this side binds, False if it connects.
+    Every connection begins with a hello of both sides: half of a token of 32 bytes that only the two ranks know. The
+    connection is up from the peer's hello until it ends; messages and connections without that hello are ignored.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: bytes, *, binds: bool) -> None:

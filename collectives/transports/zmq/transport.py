@@ -172,11 +172,7 @@ class ZmqTransport(Transport):
         self.peers.close(0)
 
     def check_wait(self, peer: int, *, is_blocked: bool) -> None:
-        """Raise if waiting for a rank cannot succeed.
-
-        Args:
-            peer: the rank.
-            is_blocked: whether the connection to that rank is lost.
+        """Raise if waiting for a rank cannot succeed; ``is_blocked``: the connection to it is lost.
 
         Raises:
             DeadNodeError: if the connection is lost and membership has not reported why in time.

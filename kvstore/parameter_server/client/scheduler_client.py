@@ -35,7 +35,7 @@ from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address, start_echo
 from gangline.kvstore.parameter_server.transport.poller import Poller
-from gangline.kvstore.restart_variables import LEAVING, PROCESS_RESTARTS, incarnation
+from gangline.kvstore.restart_variables import IF_POSSIBLE, LEAVING, PROCESS_RESTARTS, incarnation
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
@@ -70,6 +70,7 @@ class SchedulerClient:
         scheduler: "tcp://HOST:PORT".
         rank: requested rank; -1: any.
         address: address of a server.
+        memory: bytes that a server has, and whether the user has set them; see `protocol.Register`.
         timeout: seconds to wait for other processes; None: GANGLINE_TIMEOUT.
 
     Raises:
@@ -80,7 +81,14 @@ class SchedulerClient:
     """
 
     def __init__(
-        self, role: str, scheduler: str, *, rank: int = -1, address: str = "", timeout: float | None = None
+        self,
+        role: str,
+        scheduler: str,
+        *,
+        rank: int = -1,
+        address: str = "",
+        memory: tuple[int, bool] = (0, False),
+        timeout: float | None = None,
     ) -> None:
         self.role = role
         self.identity = secrets.token_bytes(16).replace(b"\0", b"\1")
@@ -91,6 +99,8 @@ class SchedulerClient:
         """Number of the membership, incremented when a restarted process replaces another."""
         self.servers: list[str] = []
         """Addresses of the servers."""
+        self.server_memory: list[int] = []
+        """Memory of the servers in bytes; empty: all have the same."""
         self.allows_restarts = os.environ.get(PROCESS_RESTARTS, "0") != "0"
         """True if other processes wait for the restart of a dead process."""
         self.is_restarted = False
@@ -158,7 +168,7 @@ class SchedulerClient:
         """True if this process leaves the job, or has left it."""
         registering: Future[protocol.Registered] = Future()
         job = os.environ.get("GANGLINE_JOB_ID", "")
-        self._registration = protocol.Register(role, rank, this_process(), address, job, incarnation())
+        self._registration = protocol.Register(role, rank, this_process(), address, job, incarnation(), *memory)
         self._pending["registered"] = registering, self._registration
         self._outbox.append(self._registration)
         self._thread = threading.Thread(target=self._serve, name="gangline-scheduler-client", daemon=True)
@@ -244,6 +254,11 @@ class SchedulerClient:
         with self._numbering:
             self.numbers = numbers
 
+    @property
+    def address(self) -> str:
+        """Address of the scheduler, HOST:PORT."""
+        return self._address.removeprefix("tcp://")
+
     # Views
 
     @property
@@ -325,7 +340,9 @@ class SchedulerClient:
 
     def _end_if_refused(self, answer: Future[Any]) -> None:
         text = str(answer.exception()) if answer.exception() else answer.result().text
-        if text:
+        if text and os.environ.get(LEAVING) == IF_POSSIBLE:
+            _log.warning("%s; it goes on", text)
+        elif text:
             _log.error("%s; it ends by SIGTERM", text)
             os.kill(os.getpid(), signal.SIGTERM)  # the handler ends the process at the second signal
 
@@ -455,7 +472,7 @@ class SchedulerClient:
 
     def abandon(self) -> None:
         """Close without leaving: this process ends with an error, and the others may wait for its restart."""
-        self.has_left |= self.allows_restarts
+        self.has_left |= self.allows_restarts or (self.is_elastic and self.rank in self.views[-1][1])
 
     @property
     def is_job_over(self) -> bool:
@@ -619,7 +636,7 @@ class SchedulerClient:
                 self._heartbeat, self._limit, self._is_registered = message.heartbeat, message.limit, True
                 self.view, self.servers = message.view, message.servers
                 self.allows_restarts, self.is_restarted = message.restarts, message.is_restarted
-                self.is_elastic = message.is_elastic
+                self.is_elastic, self.server_memory = message.is_elastic, message.memory
                 self._set_views([(first, ranks) for first, ranks in message.views])
                 self.on_change()
                 self._settle("registered", message)

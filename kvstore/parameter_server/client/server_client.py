@@ -11,10 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Set
-from dataclasses import replace
 from functools import partial
 
 import zmq
+from msgspec.structs import replace
 from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
@@ -205,8 +205,11 @@ class ServerClient:
 
     def watch_connections(self) -> None:
         """Check in a thread, twice a second, for lost connections until servers have received all pushes."""
-        if self._sleeps and any(one.undelivered for one in self._connections):
-            self._wake_thread(drives=False)
+        if self._sleeps:
+            for one in self._connections:  # `any` would make calls, and every call of a store comes here
+                if one.undelivered:
+                    self._wake_thread(drives=False)
+                    return
 
     def _wake_thread(self, *, drives: bool) -> None:
         with self._idle:
@@ -652,9 +655,13 @@ class ServerClient:
             return ""
         if connection.address != self._scheduler.servers[server]:  # it came back since the last look at the channel
             return ""
-        if not channel.disconnected_at or time.monotonic() - channel.disconnected_at <= self._limit:
+        if not channel.disconnected_at:
+            return ""
+        if not channel.problem and time.monotonic() - channel.disconnected_at <= self._limit:
             return ""
         why = f"has had no connection to server {server} for {self._limit:g} s, though both reach the scheduler"
+        if channel.problem:
+            why = f"cannot talk to server {server}: {channel.problem}"
         self._scheduler.leave(why)  # others would wait for its pushes
         return f"worker {self._scheduler.rank} {why}"
 

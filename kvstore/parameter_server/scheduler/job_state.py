@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from msgspec import convert
+
 from gangline.collectives import hooks
 from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.collectives.liveness.status_socket import Wait
@@ -26,6 +28,9 @@ _RECORDED_BYTES = 256 << 20
 
 _MAX_OPEN = 64
 """Number of collectives that a worker may be in at once."""
+
+_ALIKE = 1.5
+"""Servers are placed as equal ones unless one has this many times the free memory of another."""
 
 _WAITING_SECONDS = 0.1
 """Servers are told of workers that have waited in a collective for longer than this."""
@@ -132,6 +137,8 @@ class JobState:
     """Members whose place another one has taken, by identity."""
     bounds: tuple[int, int] | None = None
     """Least and most workers of an elastic job; None: the workers are always the same."""
+    guests: set[int] = field(default_factory=set)
+    """Ranks that workers of other hosts got (`RankGranted`): the launcher replaces a dead one that the others need."""
 
     def __post_init__(self) -> None:
         self.allows_restarts, self.is_elastic = self.restarts > 0, self.bounds is not None
@@ -142,18 +149,20 @@ class JobState:
         """Return what a restarted scheduler needs beside the outcomes, but for the times when it heard members."""
         members = [tuple(vars(one).values())[:-2] for one in [*self.replaced.values(), *self.members.values()]]
         job = (self.workers, self.started, self.restarts, self.view, self.last_joined, self.join_result)
-        return *job, self.views.kept(), len(self.replaced), members
+        return *job, sorted(self.guests), self.views.kept(), len(self.replaced), members
 
     def restore(self, kept: Any, outcomes: Mapping[int, Any], now: float) -> None:
         """Continue in a restarted scheduler: members connect again, and repeat what they wait for."""
-        self.workers, self.started, restarts, self.view, self.last_joined, result, views, replaced, members = kept
+        self.workers, self.started, restarts, self.view, self.last_joined, result, guests, *rest = kept
+        (views, replaced, members), self.guests = rest, set(guests)
         self.restarts, self.allows_restarts, self._keeps_records = max(restarts - 1, 0), True, True
         self.join_result = protocol.JoinResult(*result) if result else None
         self.outcomes = {number: Outcome(*outcome) for number, outcome in outcomes.items()}
         self.number = max([self.join_result.number if self.join_result else 0, *outcomes])
         self.views.restore(*views)
         for index, (identity, registration, rank, state, *rest) in enumerate(members):
-            member = Member(identity, protocol.Register(*registration), rank, MemberState(state), *rest)
+            registered = convert([protocol.Register.kind, *registration], protocol.Register)
+            member = Member(identity, registered, rank, MemberState(state), *rest)
             member.heard_at = now
             (self.replaced if index < replaced else self.members)[identity] = member
 
@@ -179,14 +188,13 @@ class JobState:
         count = self.expected(role)
         members = self.of_role(role)
         predecessor = self.predecessor(registration)
-        if registration.incarnation and self.started and self.allows_restarts and (predecessor or not self.is_elastic):
+        may_return = self.allows_restarts or (role == "worker" and rank in self.guests)
+        if registration.incarnation and self.started and may_return and (predecessor or not self.is_elastic):
             if predecessor is None or not predecessor.is_gone:
                 return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
             return f"{predecessor.name} cannot be started again: it {predecessor.why or 'has left the job'}"
         if self.is_elastic and role == "worker" and (self.started or count <= rank < self.views.most):
-            present = sum(not member.is_gone for member in members)
-            known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
-            return self.views.rejection(rank, known, present)
+            return self.rejection_of_new(rank)
         if len(members) >= count:
             shared = (
                 "; a worker has one dist_* store, for all its keys: give the first one to what needs one, for "
@@ -199,6 +207,21 @@ class JobState:
             return f"{role} {rank} takes part already; each needs a rank of its own (DMLC_WORKER_ID)"
         return ""
 
+    def rejection_of_new(self, rank: int = -1) -> str:
+        """Return why an elastic job takes no new worker, or none of this rank; "" if it does."""
+        members = self.of_role("worker")
+        present = sum(not member.is_gone for member in members)
+        known = {number for member in members for number in (member.rank, member.registration.rank)} - {-1}
+        return self.views.rejection(rank, known, present)
+
+    def is_guest(self, member: Member) -> bool:
+        """Return whether a member is a worker of another host, which no launcher there starts again."""
+        return member.role == "worker" and member.rank in self.guests
+
+    def may_return(self, member: Member) -> bool:
+        """Return whether the others wait for the restart of this member if it dies."""
+        return self.views.has_part(member.rank) if self.is_guest(member) else self.restarts > 0
+
     def predecessor(self, registration: protocol.Register) -> Member | None:
         """Return the member whose place a restarted process takes."""
         former = (one for one in self.of_role(registration.role) if one.rank == registration.rank)
@@ -208,6 +231,10 @@ class JobState:
         """Add a process that may register: before the start, in the place of ``old``, or with a new rank."""
         if old is not None:
             self.replaced[old.identity] = self.members.pop(old.identity)
+            new.registration.memory = old.registration.memory  # keys stay where they were placed
+            new.registration.is_memory_set = old.registration.is_memory_set
+            if self.is_guest(old):
+                self.guests.remove(old.rank)
         rank = new.registration.rank
         if self.started:
             new.rank, new.is_restarted = rank if rank >= 0 else self.workers, True
@@ -215,6 +242,22 @@ class JobState:
         if new.role == "worker":  # of an elastic job, in which a new one takes part once it asks to
             self.workers = max(self.workers, rank + 1, new.rank + 1)
         self.members[new.identity] = new
+
+    def server_memory(self) -> list[int]:
+        """Return the memory of each server, by which keys are placed; empty: as if all had the same.
+
+        Servers of one host share its free memory. It is not used if it is alike: it changes from start to start.
+        """
+        servers = [member.registration for member in self.of_role("server")]
+        free: dict[str | int, list[int]] = {}  # by host
+        for one in servers:
+            if not one.is_memory_set:
+                free.setdefault(one.process[0], []).append(one.memory)
+        shares = {host: min(of_host) // len(of_host) for host, of_host in free.items()}
+        memory = [one.memory if one.is_memory_set else shares[one.process[0]] for one in servers]
+        if not memory or not min(memory) or (free and max(memory) < _ALIKE * min(memory)):
+            return []
+        return memory
 
     def is_full(self) -> bool:
         """Return whether all workers and servers have registered."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
+from msgspec.structs import astuple
 
+from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.kept_state import KeptLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState
 
@@ -57,4 +59,6 @@ def _pack(*parts: object) -> bytes:
 
 
 def _plain(value: Any) -> list[Any]:
+    if isinstance(value, protocol.Message):
+        return list(astuple(value))
     return sorted(value) if isinstance(value, (set, frozenset)) else list(vars(value).values())

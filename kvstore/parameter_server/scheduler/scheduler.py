@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import select
 import time
 from collections.abc import Iterable
+from importlib.metadata import version
 
 import zmq
 
@@ -23,6 +26,10 @@ from gangline.kvstore.parameter_server.transport.client_channel import ECHO
 from gangline.kvstore.parameter_server.transport.listener import Listener
 from gangline.kvstore.parameter_server.transport.socket_buffers import cut_seconds
 from gangline.kvstore.restart_variables import (
+    ANSWERS_FD,
+    ASKED,
+    CAME,
+    DIED,
     ENTERED,
     KEPT_MEMORY,
     LAUNCHER_FD,
@@ -69,6 +76,8 @@ class Scheduler:
         job = os.environ.get("GANGLINE_JOB_ID", "")
         self._state = JobState(workers, servers, job, restarts=restarts, bounds=elastic_bounds())
         self._launcher_fd = os.environ.pop(LAUNCHER_FD, "")
+        self._answers_fd = int(os.environ.pop(ANSWERS_FD, "-1"))
+        self._asking: set[bytes] = set()  # identities of processes for which the launcher was asked for a rank
         bounds = limits()
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn, self._restart_limit = bounds.stall_warn, bounds.restart_limit
@@ -117,6 +126,7 @@ class Scheduler:
                 self._listener.wait(_TICK_MS)
                 for identity, frames in self._listener.receive():
                     self._receive(identity, frames)
+                self._grant_ranks()
                 self._handle_disconnects()
                 self._start_if_full()
                 self._check_liveness()
@@ -155,9 +165,16 @@ class Scheduler:
                 raise ProtocolError(f"received {len(frames[0])} bytes from a process that has not registered")
             message = protocol.unpack(frames[0])
             if member is None:
+                if isinstance(message, protocol.Attach):
+                    self._listener.admit(identity, protocol.MAX_STRANGER)
+                    self._listener.send(identity, [protocol.pack(self._attached())])
+                    return
+                if isinstance(message, protocol.RankRequest):
+                    self._request_rank(Member(identity, protocol.Register("", -1, ("", 0, 0), "")), message)
+                    return
                 if isinstance(message, protocol.Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
-                    stranger = Member(identity, protocol.Register("", -1, [], ""))
+                    stranger = Member(identity, protocol.Register("", -1, ("", 0, 0), ""))
                     self._send(stranger, protocol.Rejected(ValueError.__name__, text))
                     return
                 if not isinstance(message, protocol.Register):
@@ -171,6 +188,8 @@ class Scheduler:
             self._handle(member, message)
         except ProtocolError as error:
             self.rejected += 1
+            if isinstance(error, protocol.VersionError) and identity not in self._state.members:  # it gets ours
+                self._listener.send(identity, [protocol.pack(protocol.Rejected(ValueError.__name__, str(error)))])
             self._refusals.warn("the scheduler drops a message: %s", error)
         except Exception:  # noqa: BLE001  the other members must not lose the scheduler by one message
             self.rejected += 1
@@ -227,7 +246,7 @@ class Scheduler:
                 if member.state is MemberState.PRESENT:
                     if not why:
                         self._tell_launcher(member.name.encode())
-                    self._remove(member, why)
+                    (self._lose if why and self._state.is_guest(member) else self._remove)(member, why)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from {member.name}")
 
@@ -247,17 +266,56 @@ class Scheduler:
             self._set_away(old, "was killed or left: it was started again")
         self._state.enter(member, old)
         if self._state.started:
+            if self._state.is_guest(member):
+                self._tell_launcher(CAME + member.name.encode())
             text = "has come" if old is None else f"is back: restart {registration.incarnation}"
             _log.warning("%s %s", member.name, text)
             self._send_to_others(member, self._back(member))
         return member
 
+    def _request_rank(self, stranger: Member, request: protocol.RankRequest) -> None:
+        """Ask the launcher for the rank of a worker of another host, or reject the request."""
+        state, own, kind, text = self._state, version("gangline"), ValueError.__name__, ""
+        if request.version != own:
+            text = f"this host has gangline {request.version}, and the job {own}; install the same version"
+        elif not state.is_elastic or self._answers_fd < 0:
+            text = "the job is not elastic; expected one of gangline launch --elastic MIN:MAX"
+        elif self._over_since:
+            text = "the job is over"
+        elif not state.started:
+            kind, text = StallError.__name__, "the job has not begun: some of its processes have yet to register"
+        elif not (text := state.rejection_of_new()) and stranger.identity not in self._asking:
+            self._asking.add(stranger.identity)
+            self._tell_launcher(ASKED + stranger.identity.hex().encode())
+        if text:
+            self._send(stranger, protocol.Rejected(kind, text))
+
+    def _grant_ranks(self) -> None:
+        """Send the ranks and variables that the launcher has answered."""
+        if self._asking and select.select([self._answers_fd], [], [], 0)[0]:
+            for line in os.read(self._answers_fd, 1 << 20).splitlines():
+                name, rank, variables = json.loads(line)
+                self._asking.discard(bytes.fromhex(name))
+                self._state.guests.add(rank)
+                stranger = Member(bytes.fromhex(name), protocol.Register("", -1, ("", 0, 0), ""))
+                self._send(stranger, protocol.RankGranted(variables))
+
     def _back(self, member: Member) -> protocol.MemberBack:
         return protocol.MemberBack(member.role, member.rank, self._state.view, member.registration.address)
 
+    def _lose(self, member: Member, why: str) -> None:
+        """Wait for the restart of a member that has died if it may come, else remove it."""
+        if self._state.started and self._state.may_return(member) and member.join_data is None:
+            self._set_away(member, why)
+        else:
+            self._remove(member, why)
+
     def _set_away(self, member: Member, why: str) -> None:
         """Wait for the restart of a member that has died, instead of failing the others."""
-        self._state.restarts -= 1
+        if self._state.is_guest(member):
+            self._tell_launcher(DIED + member.name.encode())
+        else:
+            self._state.restarts -= 1
         member.state, member.why, member.away_since = MemberState.AWAY, why, time.monotonic()
         _log.warning("%s %s; the others wait up to %g s for its restart", member.name, why, self._restart_limit)
         self._send_to_others(member, _away(member))
@@ -279,7 +337,14 @@ class Scheduler:
         return protocol.Registered(
             *(member.rank, state.view, state.views.most, addresses, self._heartbeat, self._limit),
             *(state.allows_restarts, member.is_restarted, state.is_elastic, state.views.known_to(member.role)),
+            state.server_memory(),
         )
+
+    def _attached(self) -> protocol.Attached:
+        """Return what readers need, which are no members of the job."""
+        servers = [one.registration.address for one in self._state.of_role("server")] if self._state.started else []
+        dead = [f"{one.name} {one.why}" for one in self._state.members.values() if one.state is MemberState.DEAD]
+        return protocol.Attached(servers, "; ".join(dead), self._restart_limit if self._state.allows_restarts else 0)
 
     def _waiting_message(self) -> protocol.Waiting:
         calls = self._waiting.values()
@@ -378,11 +443,8 @@ class Scheduler:
             if not member.disconnected_at and now - member.heard_at > min(_CONFIRM_SECONDS, self._limit / 4):
                 self._send(member, protocol.Heartbeat())
                 self._listener.send(member.identity + ECHO, [protocol.pack(protocol.Heartbeat())])
-            why = self._death_of(member, now, looks=looks)
-            if why and self._state.started and self._state.restarts > 0 and member.join_data is None:
-                self._set_away(member, why)
-            elif why:
-                self._remove(member, why)
+            if why := self._death_of(member, now, looks=looks):
+                self._lose(member, why)
         if not self._state.started:  # a process that dies before the start may be replaced
             for identity in [key for key, member in self._state.members.items() if member.is_gone]:
                 del self._state.members[identity]
@@ -416,6 +478,8 @@ class Scheduler:
             if why and self._state.started and not self._state.views.has_part(member.rank):
                 _log.warning("%s %s; the others go on without it", member.name, why)
                 why = ""  # no other process needs it
+                if self._state.is_guest(member):
+                    self._tell_launcher(member.name.encode())
         member.state, member.why = MemberState.DEAD if why else MemberState.LEFT, why or member.why
         if why:
             _log.warning("%s %s", member.name, why)

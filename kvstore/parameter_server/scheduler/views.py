@@ -63,10 +63,10 @@ class Views:
         """Return whether the others need a worker until it leaves: it is in a view."""
         return any(rank in ranks for _, ranks in self.table)
 
-    def known_to(self, role: str) -> list[list[object]]:
+    def known_to(self, role: str) -> list[tuple[int, list[int]]]:
         """Return the table as far as processes of a role may know it."""
         count = self.asked if role == "worker" and self.is_made else len(self.table)
-        return [[first, sorted(ranks)] for first, ranks in self.table[:count]]
+        return [(first, sorted(ranks)) for first, ranks in self.table[:count]]
 
     def rejection(self, rank: int, known: Iterable[int], present: int) -> str:
         """Return why a new worker cannot join; "" if it can."""

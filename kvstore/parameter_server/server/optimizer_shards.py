@@ -53,8 +53,8 @@ class Definition:
             key = None
         if not isinstance(key, (str, int)) or isinstance(key, bool):
             raise ProtocolError(f"shard {number} has a key that is neither a str nor an int")
-        if math.prod(shape) % width:
-            raise ProtocolError(f"shard {number} of {math.prod(shape)} elements has rows of {width}")
+        if (elements := math.prod(shape)) % width or elements > MAX_SHARD:
+            raise ProtocolError(f"shard {number} of {elements} elements has rows of {width}; at most {MAX_SHARD} fit")
         return cls(number, dtype_named(dtype), tuple(shape), width, key, begin, is_whole)
 
     @property
@@ -165,6 +165,14 @@ class ShardOptimizers:
     def restore(self, shard: Shard, state: Mapping[str, Any]) -> None:
         """Set the state of a shard; tensors are not copied."""
         self.state_of(shard).update(state)
+
+    def replace_state(self, shard: Shard, state: dict[str, Any]) -> None:
+        """Replace the state of a shard, in its thread; tensors are not copied."""
+        self._optimizer_of(shard).restore(shard.number, state, copy=False)
+
+    def state_bytes(self, shard: Shard) -> int:
+        """Return the bytes of the tensors of a shard's state."""
+        return sum(value.nbytes for value in self.state_of(shard).values() if isinstance(value, Tensor))
 
     def learning_rate_of(self, shard: Shard) -> float:
         """Return the learning rate of a shard's last update, before lr_mult."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from gangline.collectives.timeline import recorder
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, ShardOptimizers
+from gangline.kvstore.parameter_server.server.published import Published
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Slot, State, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
+_value_of = attrgetter("value")  # calls no Python, as a small push makes few calls
 _BLOCKED_SECONDS = 0.05
 """Interval of checks for workers that wait for each other."""
 
@@ -64,6 +67,7 @@ class ShardRounds:
         self.in_collectives: dict[int, tuple[str, int]] = {}
         """Workers that wait in a collective for other workers, with the call's name and number: meanwhile
         acknowledgements to the others are not withheld, and in async mode they do not bound the staleness of others."""
+        self.published = Published(thread_pool)
         self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
         self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
         self._leaving: set[int] = set()  # workers of earlier views that may still pull the value after their last round
@@ -237,7 +241,7 @@ class ShardRounds:
         A worker may need the values that it was sent, until it is known to have read them, and one that leaves the
         value after its last push. None: there are too many.
         """
-        needed = [self.last_push(shard, rank) for rank in self._leaving]
+        needed = [self.last_push(shard, rank) for rank in self._leaving] if self._leaving else ()
         current = shard.slot
         if not (self.keeps_former or self.kept is not None or current.is_needed(needed)):
             return current
@@ -297,7 +301,7 @@ class ShardRounds:
         update = partial(self._update_by, shard, slot, this, values, absent)
         if recorder.current is not None:
             update = partial(_in_span, f"update of {shard.key!r}", update)
-        rows = self._changed_rows(shard, [one.value for one in values])
+        rows = self._changed_rows(shard, map(_value_of, values))
         note, end = partial(self._note_problem, shard, this), partial(self._end_round, shard, this)
         self._write(shard, slot, shard.closed + 1, rows, nbytes, update, note, end)
 
@@ -326,7 +330,7 @@ class ShardRounds:
             note: called there with its error, before that becomes final.
             end: called in the main thread with its error; "": success.
         """
-        kept, optimizers = self.kept, self.optimizers.of(shard)
+        kept = self.kept
 
         def write() -> None:
             if kept is not None:
@@ -340,7 +344,7 @@ class ShardRounds:
                 raise
             finally:
                 if kept is not None:
-                    kept.commit(shard, number, optimizers, written)
+                    kept.commit(shard, number, self.optimizers.of(shard), written)
 
         def publish(problem: str) -> None:
             if slot is not None:
@@ -353,13 +357,18 @@ class ShardRounds:
             slot.is_written = True
         self._thread_pool.run(shard.thread, nbytes, write, publish)
 
-    def _changed_rows(self, shard: Shard, values: Sequence[Tensor | RowSparse | None]) -> Tensor | None:
+    def _changed_rows(self, shard: Shard, values: Iterable[Tensor | RowSparse | None]) -> Tensor | None:
         """Return the rows that an update by these values may change; None: all."""
-        rows = [value.indices if isinstance(value, RowSparse) else None for value in values]
+        rows = []
+        for value in values:
+            if type(value) is not RowSparse:
+                return None
+            rows.append(value.indices)
         if self.is_sync and self.optimizers.of(shard) is None:  # the sum replaces the value
+            if shard.slot.filled is None:
+                return None
             rows.append(shard.slot.filled)
-        known = [one for one in rows if one is not None]
-        return torch.cat(known) if len(known) == len(rows) else None
+        return torch.cat(rows)
 
     def _update_by(
         self, shard: Shard, slot: Slot | None, this: Round, values: Sequence[PushedValue], absent: float
@@ -442,6 +451,8 @@ class ShardRounds:
         shard.state = State.CLOSED
         if shard.told:
             shard.told = {(rank, number) for rank, number in shard.told if number in shard.problems}
+        if shard.number in self.published.awaited:
+            self.published.keep(shard)
         for one in this.pushes.values():
             if one.release is not None:
                 one.release()

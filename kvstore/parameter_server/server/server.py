@@ -19,6 +19,7 @@ from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolEr
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.kvstore.arguments import available_memory
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
@@ -28,9 +29,11 @@ from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerC
 from gangline.kvstore.parameter_server.protocol import CODED, REFUSED, Message
 from gangline.kvstore.parameter_server.server import optimizer_shards
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
+from gangline.kvstore.parameter_server.server.published import Readers
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
 from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Slot, Waiter, add_push
+from gangline.kvstore.parameter_server.server.state_files import StateFiles
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
@@ -45,9 +48,11 @@ _LOOK_SECONDS = 0.05
 """Interval of checks of waits while messages arrive."""
 _EARLY = 64
 """Number of workers that may send Hello before the scheduler has announced them."""
+_LAST_SECONDS = 5.0
+"""Time for readers to pull the last version once the workers have left."""
 _SMALL_MESSAGES = 64 << 20
-_PER_MESSAGE = 8
-"""Maximum bytes of a message beyond the above, in multiples of all shards' bytes (an optimizer's state)."""
+_PER_MESSAGE = 9
+"""Maximum bytes of a message beyond the above, in multiples of all shards' bytes (numbers of rows of one byte)."""
 
 
 class Server:
@@ -63,6 +68,8 @@ class Server:
         self._rounds = ShardRounds(
             scheduler.num_workers, thread_pool, self._add_slot, self._sessions.send_value, self._sessions.fail
         )
+        self._state_files = StateFiles(thread_pool, f"server {scheduler.rank}", lambda shard: self._save([shard]))
+        self._readers = Readers(scheduler.rank, listener, self._rounds.published)
         self._compression: Compression | None = None
         self._commands: list[tuple[WorkerSession, protocol.Command, list[memoryview]]] = []
         self._early: dict[bytes, protocol.Hello] = {}  # of processes not yet announced by the scheduler
@@ -89,9 +96,12 @@ class Server:
         """Return this server's state, for `gangline status`."""
         rounds = max((shard.closed for shard in list(self._rounds.shards.values())), default=0)
         sent = self._sessions.sent_bytes
+        counters = {"rounds": rounds, "received_bytes": self._received_bytes, "sent_bytes": sent}
+        if versions := self._rounds.published.numbers:
+            counters |= {"version": versions[-1], "read_bytes": self._readers.sent_bytes}
         return {
             "part": "server",
-            "counters": {"rounds": rounds, "received_bytes": self._received_bytes, "sent_bytes": sent},
+            "counters": counters,
             "waits": self._rounds.waits(),
         }
 
@@ -122,9 +132,11 @@ class Server:
         """Serve until the scheduler ends the job or is lost."""
         try:
             while not (self._scheduler.is_over or self._scheduler.lost):
-                is_polling = self._sessions.has_due or self._rounds.stopped_by_readers
-                tick = _READ_MS if is_polling else _TICK_MS
-                if self._listener.wait(tick, self._sessions.flush_acks):
+                is_polling = self._sessions.due or self._rounds.stopped_by_readers
+                tick_ms = _READ_MS if is_polling else _TICK_MS
+                if self._readers.due:
+                    tick_ms = self._readers.wait_ms(tick_ms)
+                if self._listener.wait(tick_ms, self._sessions.flush_acks):
                     self._thread_pool.run_callbacks()
                     self._look_at = 0.0
                 for identity, frames in self._listener.receive():
@@ -134,10 +146,28 @@ class Server:
                     self._look_at = now + _LOOK_SECONDS
                     self._follow_scheduler()
                 self._advance()
+                if self._readers.due:
+                    self._readers.serve()
+            self._end_readers()
         finally:
             withdraw(self)
             if self._pool is not None:
                 self._pool.close()
+
+    def _end_readers(self) -> None:
+        """Let readers pull the last version unless the job has failed, and tell them that it is over."""
+        died = {f"{role} {rank} {why}" for (role, rank), why in self._scheduler.gone.items() if why}
+        died |= {f"the scheduler {self._scheduler.lost}"} if self._scheduler.lost else set()
+        self._thread_pool.drain()
+        ends = time.monotonic() + _LAST_SECONDS
+        while not died and self._readers.are_behind() and time.monotonic() < ends:
+            self._listener.wait(self._readers.wait_ms(_TICK_MS) if self._readers.due else _TICK_MS)
+            for identity, frames in self._listener.receive():
+                self._receive(identity, frames)
+            self._readers.serve()
+            self._readers.check()
+        text = f"the job has failed: {'; '.join(sorted(died))}" if died else "the job has ended"
+        self._readers.end((DeadNodeError if died else EOFError).__name__, text)
 
     def _follow_scheduler(self) -> None:
         """Handle changes that the scheduler has announced, which notify `run`, and long waits."""
@@ -146,6 +176,7 @@ class Server:
         self._greet_early_workers()
         self._remove_gone_workers()
         self._end_hold()
+        self._readers.check()
         self._rounds.set_in_collectives(self._scheduler.waiting)
         for waiter, number, text in self._rounds.blocked():
             self._sessions.send_to_rank(waiter.rank, protocol.Blocked(waiter.sequence, number, text))
@@ -164,7 +195,8 @@ class Server:
 
     def _advance(self) -> None:
         """Close complete rounds and answer waiters; run commands once all rounds are settled."""
-        self._rounds.look_at_readers()
+        if self._rounds.stopped_by_readers:
+            self._rounds.look_at_readers()
         while True:
             self._rounds.advance()
             self._sessions.flush()
@@ -204,7 +236,11 @@ class Server:
             if identity in self._fenced:
                 raise DeadNodeError("this process counts as dead, and another may have taken its place; it must end")
             if worker is None:
+                if isinstance(message, (protocol.Attach, protocol.Want, protocol.Read)):
+                    self._readers.receive(identity, message)
+                    return
                 raise ProtocolError(f"received {type(message).__name__} before a Hello")
+            self._readers.yields = True
             self._handle(worker, message, frames[1:])
         except Exception as error:  # noqa: BLE001  sent to the worker; the server continues
             sequence = getattr(message, "sequence", 0)
@@ -304,6 +340,9 @@ class Server:
                     self._set_learning_rate(worker.rank, payload)
                     self._mark_handled(worker, sequence)
                 self._sessions.send(worker.identity, protocol.CommandResult(sequence, b""))
+            case protocol.Command(sequence, "publish", payload):  # before later pushes
+                self._rounds.published.publish(payload, frames, self._rounds.shards)
+                self._sessions.send(worker.identity, protocol.CommandResult(sequence, b""))
             case protocol.Command():
                 self._commands.append((worker, message, frames))
             case protocol.Repeated():
@@ -361,6 +400,7 @@ class Server:
             fits = 0 <= first <= shard.flat.numel() - count and (not one.is_whole or count == shard.flat.numel())
             if not fits or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
+            self._rounds.published.forget(shard)
             for slot in shard.slots:
                 slot.behind = None
             shard.slot.filled = None
@@ -537,7 +577,7 @@ class Server:
             try:
                 if command.sequence not in worker.handled:
                     payload, datas = self._run_command(worker, command.name, command.payload, frames)
-                    if command.name not in ("state", "norms", "rounds"):
+                    if command.name not in ("state", "state_bytes", "save", "load_files", "norms", "rounds"):
                         self._mark_handled(worker, command.sequence)
             except Exception as error:  # noqa: BLE001  as in `_receive`
                 self._reject(worker.identity, command.sequence, error)
@@ -562,6 +602,10 @@ class Server:
                 number, wanted = msgpack.unpackb(payload)
                 own = rounds.optimizers.shards_of(number, rounds.shards)
                 return rounds.optimizers.numbered(number).state([own[one] for one in wanted])
+            case "state_bytes" | "save" | "load_files":
+                number, *given = msgpack.unpackb(payload)
+                own = rounds.optimizers.shards_of(number, rounds.shards)
+                return self._state_files.run(name, given, [*own.values()], rounds.optimizers.numbered(number)), []
             case "load":
                 number = msgpack.unpackb(payload)[0]
                 own = rounds.optimizers.shards_of(number, rounds.shards)
@@ -616,6 +660,7 @@ class Server:
         if self._kept is not None:
             self._kept.remove(removed)
         for shard in removed:
+            self._rounds.published.forget(shard)
             self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
         if self._pool is not None:
             for slot in [slot for shard in removed for slot in shard.slots]:
@@ -626,7 +671,7 @@ class Server:
     def _max_message(self, rank: int) -> int:
         """Return the maximum bytes of a message of a worker; worker 0 defines shards, so any size."""
         if not rank:
-            return protocol.MAX_SHARD
+            return protocol.MAX_MESSAGE
         return _SMALL_MESSAGES + _PER_MESSAGE * sum(shard.flat.nbytes for shard in self._rounds.shards.values())
 
     def _bound_backlogs(self) -> None:
@@ -667,7 +712,10 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
     listener = Listener(job.interface, thread_pool.event_fd)
     try:
         timeout = math.inf if job.is_supervised else None
-        scheduler = SchedulerClient("server", job.scheduler, rank=job.rank, address=listener.address, timeout=timeout)
+        memory = (job.memory, True) if job.memory else (available_memory(), False)
+        scheduler = SchedulerClient(
+            "server", job.scheduler, rank=job.rank, address=listener.address, memory=memory, timeout=timeout
+        )
         try:
             if scheduler.is_restarted and kept is None:
                 scheduler.leave("was started again, but the values that it held are lost")

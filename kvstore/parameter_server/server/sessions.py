@@ -94,12 +94,13 @@ class Sessions:
         """Bytes of backlog beyond which acknowledgements are withheld."""
         self.sent_bytes = 0
         """Bytes of values that workers were sent, or may read in place."""
+        self.due: dict[WorkerSession, None] = {}
+        """Workers to which acknowledgements, values or releases are to be sent now, or once they have read others."""
         self._listener = listener
         self._find_awaited = awaited
         self._awaited: Collection[int] = ()
         self._awaited_until = 0.0  # `time.monotonic` seconds when they are looked for again
         self._of_rank: dict[int, WorkerSession] = {}
-        self._due: dict[WorkerSession, None] = {}  # acknowledgements, values or releases are to be sent now
         self._deferred: dict[WorkerSession, None] = {}  # acknowledgements may wait; by `acks_since`
         self._withheld: dict[WorkerSession, None] = {}
 
@@ -116,7 +117,7 @@ class Sessions:
         worker = self.workers.pop(identity, None)
         if worker is not None:
             del self._of_rank[worker.rank]
-            self._due.pop(worker, None)
+            self.due.pop(worker, None)
             self._deferred.pop(worker, None)
             self._withheld.pop(worker, None)
             self.end_reads(worker)
@@ -129,11 +130,6 @@ class Sessions:
             slot.pins -= 1
         worker.ready = []
 
-    @property
-    def has_due(self) -> bool:
-        """True if values wait until a worker has read what was sent to it."""
-        return bool(self._due)
-
     def bound_backlogs(self, stored: int) -> None:
         """Allow each worker a backlog of about two rounds of the ``stored`` bytes."""
         self.max_backlog = 2 * stored + _BACKLOG_BYTES
@@ -145,7 +141,7 @@ class Sessions:
         worker.acks += sequences
         if urgent or len(worker.acks) >= _MAX_DEFERRED:
             worker.acks_are_due = True
-            self._due[worker] = None
+            self.due[worker] = None
         else:
             self._deferred.setdefault(worker)
 
@@ -174,7 +170,7 @@ class Sessions:
             worker.in_use[sequence] = left
         else:
             worker.releases.append(sequence)
-            self._due[worker] = None
+            self.due[worker] = None
 
     def send_value(self, waiter: Waiter, shard: Shard, slot: Slot) -> None:
         """Send a value of a shard to a waiter with the next `flush`."""
@@ -182,7 +178,7 @@ class Sessions:
         if worker is not None:
             worker.ready.append((waiter, shard, slot))
             slot.pins += 1
-            self._due[worker] = None
+            self.due[worker] = None
 
     def flush(self) -> None:
         """Send acknowledgements that are due, values and releases.
@@ -200,8 +196,8 @@ class Sessions:
                 if worker.acks_since >= before:
                     break
                 worker.acks_are_due = True
-                self._due[worker] = None
-        due, self._due = self._due, {}
+                self.due[worker] = None
+        due, self.due = self.due, {}
         for worker in due:
             if worker.acks_are_due:
                 self._send_acks(worker)
@@ -219,7 +215,7 @@ class Sessions:
             group = [*pairs]
             if worker.ready or self._listener.is_full(worker.identity):
                 worker.ready += group
-                self._due[worker] = None
+                self.due[worker] = None
                 continue
             self._send_values(worker, sequence, group)
             for _, _, slot in group:
@@ -256,7 +252,7 @@ class Sessions:
             worker.number += 1
             self.sent_bytes += sum(slot.flat.nbytes for _, _, slot in in_place)
             entries = [
-                [shard.number, min(slot.last, shard.closed), DENSE, slot.flat.nbytes] for _, shard, slot in in_place
+                (shard.number, min(slot.last, shard.closed), DENSE, slot.flat.nbytes) for _, shard, slot in in_place
             ]
             offsets = [slot.offset for _, _, slot in in_place]
             self.send(worker.identity, Values(sequence, worker.number, entries, offsets))
@@ -272,7 +268,7 @@ class Sessions:
                     data, kind = codec.encode(data), CODED
                 elif data.nbytes > INLINE:
                     slot.transfers.append(transfers)
-                entries += ([shard.number, min(slot.last, shard.closed), kind, data.nbytes],)
+                entries += ((shard.number, min(slot.last, shard.closed), kind, data.nbytes),)
                 datas += (data,)
                 self.sent_bytes += data.nbytes
             worker.number += 1

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from gangline.kvstore.sparse import RowSparse, summed
 if TYPE_CHECKING:
     from zmq import MessageTracker
 
-    from gangline.kvstore.parameter_server.server.sessions import WorkerSession
+    from gangline.collectives.transports.shm.segments import Words
 
 _FEW = 8
 """Rows are copied one by one if they are less than this fraction of a shard."""
@@ -82,6 +82,13 @@ class State(Enum):
     """The value is there; workers that wait for it are answered next."""
 
 
+class Reading(Protocol):
+    """Worker that reads values."""
+
+    word: Words | tuple[int]
+    """Number of the last `Values` that it has read."""
+
+
 @dataclass(eq=False)
 class Slot:
     """Memory of one value of a shard: that after the rounds from ``first`` to ``last``.
@@ -100,7 +107,7 @@ class Slot:
     """Rows outside of which the value is the current one; None: unknown."""
     pins: int = 0
     """Number of answers with the value that have not been sent."""
-    readers: dict[WorkerSession, int] = field(default_factory=dict)
+    readers: dict[Reading, int] = field(default_factory=dict)
     """Workers that were sent it, and the number of the last `Values` with it, until they have read them."""
     is_written: bool = False
     """True while a thread writes the next value into it."""
@@ -112,10 +119,14 @@ class Slot:
 
     def is_needed(self, rounds: Collection[int] = ()) -> bool:
         """Return whether a worker reads the value, or is to get it, or it is that after one of these rounds."""
-        self.transfers = [frames for frames in self.transfers if not all(one.done for one in frames)]
-        self.readers = {one: number for one, number in self.readers.items() if one.word[0] < number}
-        is_read = self.pins or self.transfers or self.readers
-        return bool(is_read) or any(self.first <= number <= self.last for number in rounds)
+        if self.transfers:
+            self.transfers = [frames for frames in self.transfers if not all(one.done for one in frames)]
+        for worker, number in [*self.readers.items()]:
+            if worker.word[0] >= number:
+                del self.readers[worker]
+        if self.pins or self.transfers or self.readers:
+            return True
+        return bool(rounds) and any(self.first <= number <= self.last for number in rounds)
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -12,10 +13,11 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from gangline.collectives.environments.job_key import JobKey
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.limits import limits
 from gangline.collectives.transports import unix_sockets
-from gangline.collectives.transports.addresses import required_key
+from gangline.collectives.transports.addresses import is_loopback, required_key
 from gangline.collectives.transports.zmq.curve import HANDSHAKE_EVENTS, Handshakes, secure_connecting
 from gangline.kvstore.parameter_server.transport import unix_stream
 from gangline.kvstore.parameter_server.transport.pieces import PIECE, split
@@ -31,6 +33,7 @@ ECHO = b"echo"
 """End of the identity of a process's connection that returns the scheduler's messages, see `start_echo`."""
 
 Frames = Sequence[bytes | memoryview]
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class Channel(Protocol):
@@ -63,8 +66,8 @@ class Channel(Protocol):
         """Close the connection; what was sent is still delivered."""
 
 
-def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> Channel:
-    """Connect over the fastest transport that works.
+def open_channel(address: str, context: Context, identity: bytes, poller: Poller, key: JobKey | None = None) -> Channel:
+    """Connect over the fastest transport that works; ``key``: for addresses that need one, in place of this process's.
 
     The address is "tcp://HOST:PORT", "unix://NAME" of a `UnixListener`, or both with a space between them; in that of a
     server "process://ID" besides.
@@ -76,7 +79,7 @@ def open_channel(address: str, context: zmq.Context[zmq.Socket[bytes]], identity
             return channel
     # A restarted server, or another one, may get the port of a former process, to which a socket still connects again.
     # What that sends must not count there, and its identity must be another (note 5 in zmq/context.py).
-    return SocketChannel(f"tcp://{words['tcp']}", context, identity + words.get("process", "").encode(), poller)
+    return SocketChannel(f"tcp://{words['tcp']}", context, identity + words.get("process", "").encode(), poller, key)
 
 
 def scheduler_address(endpoint: str) -> str:
@@ -86,7 +89,7 @@ def scheduler_address(endpoint: str) -> str:
     return f"unix://{unix_sockets.name_of('scheduler', int(port))}" if is_unix else endpoint
 
 
-def start_echo(endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes) -> None:
+def start_echo(endpoint: str, context: Context, identity: bytes) -> None:
     """Return each message of the scheduler at "tcp://HOST:PORT" to it, until the context is terminated.
 
     A ZeroMQ proxy does so, which holds no GIL: the scheduler learns that this process runs while the interpreter is
@@ -107,7 +110,7 @@ def start_echo(endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity:
     threading.Thread(target=serve, name="gangline-echo", daemon=True).start()
 
 
-def _dealer(endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes) -> zmq.Socket[bytes]:
+def _dealer(endpoint: str, context: Context, identity: bytes) -> zmq.Socket[bytes]:
     """Return a socket that is not connected yet."""
     dealer = context.socket(zmq.DEALER)
     dealer.set_hwm(0)
@@ -125,10 +128,12 @@ class SocketChannel:
 
     is_full = False  # ZeroMQ's I/O thread sends what is queued
 
-    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, poller: Poller) -> None:
+    def __init__(
+        self, endpoint: str, context: Context, identity: bytes, poller: Poller, key: JobKey | None = None
+    ) -> None:
         host, _, self._port = endpoint.removeprefix("tcp://").rpartition(":")
         self._host = host.strip("[]")
-        key = required_key(host)
+        key = required_key(host) if key is None or is_loopback(host) else key
         self._handshakes = Handshakes(endpoint, key)
         self._poller = poller
         self._socket = _dealer(endpoint, context, identity)
@@ -219,7 +224,10 @@ class StreamChannel:
             return
         try:
             yield from self._stream.receive()
-        except (OSError, ProtocolError):
+        except OSError:
+            self.close()
+        except ProtocolError as error:  # the peer would send it again
+            self.problem, self._retry_at = str(error), math.inf
             self.close()
 
     def is_refused(self) -> bool:  # noqa: D102

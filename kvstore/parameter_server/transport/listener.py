@@ -218,6 +218,11 @@ class Listener:
             sending.popleft()
         return bool(sending) and sum(nbytes for _, nbytes in sending or ()) > _SENDING_BYTES
 
+    def disconnect(self, identity: bytes) -> None:
+        """Close the Unix stream of a peer and forget what it has not received; it may connect again."""
+        if identity in self._descriptors:
+            self._close_stream(self._descriptors[identity])
+
     def close(self) -> None:
         """Close all sockets; what was sent is still delivered. Idempotent."""
         for descriptor in list(self._streams):

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from gangline.collectives.errors import ProtocolError
 from gangline.collectives.transports import unix_sockets
-from gangline.kvstore.parameter_server.protocol import MAX_SHARD
+from gangline.kvstore.parameter_server.protocol import MAX_MESSAGE
 from gangline.kvstore.parameter_server.transport.poller import Poller
 
 _HEAD = struct.Struct("<4sI")  # magic and number of frames; their sizes follow as 64-bit integers
@@ -41,7 +41,7 @@ class UnixStream:
     A poller reports the stream when it is readable, and writable while bytes are queued.
     """
 
-    def __init__(self, connection: socket.socket, poller: Poller | None = None, limit: int = MAX_SHARD) -> None:
+    def __init__(self, connection: socket.socket, poller: Poller | None = None, limit: int = MAX_MESSAGE) -> None:
         self.limit = limit
         """Maximum bytes of the next message that is received."""
         connection.setblocking(False)
@@ -176,7 +176,7 @@ class UnixListener:
         self._socket = unix_sockets.listen(self.name)
         self.descriptor = self._socket.fileno()
 
-    def accept(self, poller: Poller | None = None, limit: int = MAX_SHARD) -> UnixStream | None:
+    def accept(self, poller: Poller | None = None, limit: int = MAX_MESSAGE) -> UnixStream | None:
         """Return the next connection, or None; arguments as of `UnixStream`.
 
         PermissionError if a process of another user has connected; its connection is closed.

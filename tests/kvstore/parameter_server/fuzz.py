@@ -254,13 +254,13 @@ class Attack:
         self._connection.channel.send([hello])
         to_server = [
             [hello],
-            [pack(Pull(9, [[0, 1, DENSE, 0], [1, 2, DENSE, 0]], False, None))],
+            [pack(Pull(9, [(0, 1, DENSE, 0), (1, 2, DENSE, 0)], False, None))],
         ]
         assert pool is not None
         for number in range(1, 4):
             for shard, nbytes in enumerate(8 * numel for numel in sorted(_NUMEL.values(), reverse=True)):
-                entries, wants_values = [[shard, number, DENSE, nbytes]], number == 2 and self._kv.is_async
-                region = [pool.allocate(nbytes), nbytes] if shard == 0 else None
+                entries, wants_values = [(shard, number, DENSE, nbytes)], number == 2 and self._kv.is_async
+                region = (pool.allocate(nbytes), nbytes) if shard == 0 else None
                 push = pack(Push(10 + number, entries, None, None, wants_values, region))
                 to_server.append([push] if region else [push, bytes(nbytes)])
         messages = (self._scheduler._registration, Heartbeat(), SilenceQuery(60.0), Withdraw(1))
@@ -333,7 +333,7 @@ class Attack:
 
     def _pull(self, sequence: int) -> None:
         """Send a valid request, as after a reconnection."""
-        for message in (self._connection.hello, Pull(sequence, [[0, 0, 0, 0]], False, None)):
+        for message in (self._connection.hello, Pull(sequence, [(0, 0, 0, 0)], False, None)):
             self._connection.channel.send([protocol.pack(message)])
 
     def _settle(self) -> None:

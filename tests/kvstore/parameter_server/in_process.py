@@ -198,11 +198,11 @@ class RawClient:
 
     def push(self, sequence: int, shard: int, number: int, data: bytes, kind: int = DENSE) -> None:
         """Send a push of one shard to a round."""
-        self.send(Push(sequence, [[shard, number, kind, len(data)]], None, None, False, None), data)
+        self.send(Push(sequence, [(shard, number, kind, len(data))], None, None, False, None), data)
 
     def pull(self, sequence: int, shard: int, number: int) -> None:
         """Request the value of one shard after a round."""
-        self.send(Pull(sequence, [[shard, number, DENSE, 0]], False, None))
+        self.send(Pull(sequence, [(shard, number, DENSE, 0)], False, None))
 
     def refusal(self, message: Message | bytes, *frames: bytes) -> str:
         """Send a message that fails; return the class and the text of the error."""
@@ -236,7 +236,7 @@ class RawClient:
 
 def definition(sequence: int, shard: int, shape: Sequence[int], width: int = 1, key: Any = "key") -> Define:
     """Return the definition of a key of float32 values that is one shard."""
-    return Define(sequence, [[shard, "float32", list(shape), width, msgpack.packb(key), 0, True]], None)
+    return Define(sequence, [(shard, "float32", list(shape), width, msgpack.packb(key), 0, True)], None)
 
 
 class RawWorkers:

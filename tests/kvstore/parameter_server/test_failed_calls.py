@@ -181,7 +181,7 @@ def test_copies_of_values_that_a_worker_does_not_read_do_not_pile_up_over_tcp(mo
     with Job(1) as job, RawClient.of_worker(job.member()) as client:
         client.define(1, 5, [rows, width], bytes(4 * rows * width), width=width)
         for sequence in range(2, 2 + pulls):
-            client.send(Pull(sequence, [[5, 0, DENSE, len(numbers)]], True, None), numbers)
+            client.send(Pull(sequence, [(5, 0, DENSE, len(numbers))], True, None), numbers)
         time.sleep(0.3)  # for the server to take all requests
         unread = sum(sent)
         for sequence in range(2, 2 + pulls):
@@ -246,7 +246,7 @@ def test_a_refused_push_is_reported_though_the_connection_breaks() -> None:
         client.define(1, 5, [4], bytes(16))
         client.push(2, 5, 1, bytes(8))
         assert client.receive()[0] == Ack([2])
-        pull = Pull(4, [[5, 1, DENSE, 0]], False, None)
+        pull = Pull(4, [(5, 1, DENSE, 0)], False, None)
         for _ in range(2):  # the worker asks again on a new connection, because the answer may be lost
             failed = client.request(pull)
             assert isinstance(failed, Failed), failed

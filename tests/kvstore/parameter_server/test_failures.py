@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[[KVStore], Any]] = {
 def play(path: str, pushes: list[int], options: dict[str, Any]) -> list[str]:
     """Run the calls that the test sends and report their results; ``pushes``: ranks that push before."""
     if "ON_ANOTHER_HOST" in os.environ:
-        scheduler_client.this_process = lambda: ["another", 1, 1]
+        scheduler_client.this_process = lambda: ("another", 1, 1)
     kv = kvstore.create("dist_sync", **options)
     kv.init(["small", "cut"], [torch.zeros(SMALL), torch.zeros(CUT)])
     kv.pull("cut", torch.empty(CUT))

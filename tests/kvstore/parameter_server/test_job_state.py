@@ -17,7 +17,7 @@ FULL = (
 
 
 def register(rank: int, incarnation: int = 0) -> Register:
-    return Register("worker", rank, ["elsewhere", 1, 1], "", "", incarnation)
+    return Register("worker", rank, ("elsewhere", 1, 1), "", "", incarnation)
 
 
 def started(**options: Any) -> JobState:
@@ -55,6 +55,32 @@ def test_a_restarted_worker_takes_a_place_only_with_a_higher_number(state: JobSt
     assert state.rejection(register(1, 2)) == "worker 1 cannot be started again: it was killed"
     state.allows_restarts = False
     assert state.rejection(register(1, 2)) == FULL
+
+
+@pytest.mark.parametrize(
+    ("servers", "memory"),
+    [
+        ([("a", 8, True), ("b", 9, True)], [8, 9]),
+        ([("a", 1000, False), ("b", 1400, False)], []),
+        ([("a", 1000, False), ("b", 1600, False)], [1000, 1600]),
+        ([("a", 1000, False), ("a", 1600, False), ("b", 1400, False)], [500, 500, 1400]),  # two share a host's memory
+        ([("a", 1000, True), ("b", 1400, False)], []),
+        ([("a", 0, False), ("b", 1000, False)], []),
+        ([("a", 5, False)], []),
+    ],
+)
+def test_servers_of_unequal_memory_are_told_apart(servers: list[tuple[str, int, bool]], memory: list[int]) -> None:
+    def server(rank: int, incarnation: int, host: str, nbytes: int, is_set: bool) -> Register:
+        return Register("server", rank, [host, 1, 1], "", "", incarnation, nbytes, is_set)
+
+    state = JobState(0, len(servers), restarts=1)
+    for rank, one in enumerate(servers):
+        state.members[b"%d" % rank] = Member(b"%d" % rank, server(rank, 0, *one))
+    assert state.assign_ranks()
+    assert state.server_memory() == memory
+    new = server(0, 1, "a", 7, False)  # a restarted server has the place of the former one
+    state.enter(Member(b"new", new), state.predecessor(new))
+    assert state.server_memory() == memory
 
 
 def test_the_outcomes_of_the_start_and_of_the_last_two_rounds_are_kept(state: JobState) -> None:
@@ -139,7 +165,7 @@ def test_workers_do_not_know_a_view_before_all_servers_follow_it(views: Views) -
     views.answer("worker", 0, 1, 6)  # a repeat, which counts as the first one
     views.answer("worker", 1, 1, 4)
     assert views.make()
-    assert (views.known_to("worker"), views.known_to("server")) == ([[1, [0, 1]]], [[1, [0, 1]], [5, [0]]])
+    assert (views.known_to("worker"), views.known_to("server")) == ([(1, [0, 1])], [(1, [0, 1]), (5, [0])])
     views.answer("server", 0, 0, 0)
     assert not views.confirm([0])
     views.answer("server", 0, 1, 0)

@@ -25,7 +25,7 @@ def new_state() -> JobState:
 
 
 def register(role: str, rank: int, incarnation: int = 0) -> Register:
-    return Register(role, rank, ["elsewhere", 1, 1], f"{role}:{rank}", "", incarnation)
+    return Register(role, rank, ("elsewhere", 1, 1), f"{role}:{rank}", "", incarnation)
 
 
 def call(state: JobState, number: int, data: bytes = b"") -> None:

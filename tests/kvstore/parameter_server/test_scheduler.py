@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(110)
 
 def elsewhere(rank: int) -> Register:
     """Return the registration of a worker whose process is not on this host."""
-    return Register("worker", rank, ["elsewhere", 1, 1], "")
+    return Register("worker", rank, ("elsewhere", 1, 1), "")
 
 
 def here(rank: int) -> Register:

@@ -99,7 +99,7 @@ def push(number: int, priority: int, nbytes: int, over: list[int]) -> Request:
         over.append(number)
         return True
 
-    entries = [[number, 1, protocol.DENSE, 4]]
+    entries = [(number, 1, protocol.DENSE, 4)]
     return Request(
         0,
         Push(0, entries, None, None, False, None),

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -92,6 +93,48 @@ def test_servers_are_evenly_loaded(keys: list[KeyLayout], servers: int) -> None:
     mean = sum(sharding.loads) / servers
     if mean >= 4 * MIB:
         assert max(sharding.loads) <= 1.1 * mean
+
+
+def tables(keys: Sequence[KeyLayout], *, is_table: bool) -> list[KeyLayout]:
+    return [replace(one, is_table=is_table) for one in keys]
+
+
+@settings(max_examples=300)
+@given(layouts(), st.lists(st.integers(1, 64), min_size=1, max_size=6), st.booleans())
+def test_each_server_gets_its_share_of_memory(keys: list[KeyLayout], memory: list[int], is_table: bool) -> None:
+    keys = tables(keys, is_table=is_table)
+    sharding = Sharding(len(memory), memory)
+    placed = sharding.place(keys)
+    for layout in keys:
+        shards = placed[layout.key]
+        ends = [shard.begin + shard.numel for shard in shards]
+        assert [shard.begin for shard in shards] == [0, *ends[:-1]]
+        assert ends[-1] == layout.numel
+        assert all(shard.begin % layout.grain == 0 for shard in shards)
+        assert len(shards) <= len(memory) or not is_table
+    total = sum(sharding.loads)
+    assert total == sum(layout.nbytes for layout in keys)
+    largest = max((shard.nbytes for shards in placed.values() for shard in shards), default=0)
+    for load, own in zip(sharding.loads, memory, strict=True):
+        assert abs(load - total * own / sum(memory)) <= max(0.05 * total, largest)
+
+
+@pytest.mark.parametrize("is_table", [False, True])
+def test_a_large_model_is_placed_by_memory_within_a_percent(is_table: bool) -> None:
+    keys = tables([key(5_000_000 + 1000 * n, name=f"k{n}") for n in range(40)], is_table=is_table)
+    for memory in ([8, 24], [1, 1, 2], [3, 5, 7, 64]):
+        sharding = Sharding(len(memory), memory)
+        sharding.place(keys)
+        shares = [load / sum(sharding.loads) for load in sharding.loads]
+        assert shares == pytest.approx([own / sum(memory) for own in memory], abs=0.01)
+
+
+@given(layouts(), st.integers(1, 5), st.booleans(), st.integers(1, 1 << 50))
+def test_servers_of_equal_memory_get_what_they_got_without(
+    keys: list[KeyLayout], servers: int, is_table: bool, memory: int
+) -> None:
+    keys = tables(keys, is_table=is_table)
+    assert Sharding(servers, [memory] * servers).place(keys) == Sharding(servers).place(keys)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +310,7 @@ def test_shards_share_messages_of_at_most_8_mib_and_larger_ones_are_requested_al
     messages = [request.message for request in targets.requests(dict.fromkeys(sizes, 7), "pull", 0)]
     numbers = {key: placed[key][0].number for key in sizes}
     groups = [["large"], ["a", "b"], ["c", "d"]]
-    assert messages == [Pull(0, [[numbers[key], 7, DENSE, 0] for key in group], False, None) for group in groups]
+    assert messages == [Pull(0, [(numbers[key], 7, DENSE, 0) for key in group], False, None) for group in groups]
 
 
 # Many keys
