@@ -7,12 +7,14 @@ key, begin and elements of the shard of each number, plain values by such names,
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,8 +242,34 @@ def save_index(path: Path, parts: Iterable[str], state: OptimizerState) -> None:
 def remove_parts(path: Path, kept: Iterable[str] = ()) -> None:
     """Remove the parts of a file but those to keep, and what interrupted saves have left."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}[-.]*part*"):
-        if part.name not in kept:
+        if part.name not in kept and not _is_saving(path, part.name[len(path.name) + 1 :][:8]):
             part.unlink(missing_ok=True)
+
+
+@contextmanager
+def saving(path: Path, token: str) -> Iterator[str]:
+    """Keep the parts whose names have a token until the file names them; return the name of a file beside them."""
+    probe, unlocked = path.with_name(f"{path.name}.{token}.part"), path.with_name(f".{path.name}.{token}")
+    with open(unlocked, "xb") as file:
+        with suppress(OSError):  # not supported by the file system
+            fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.replace(probe)
+        try:
+            yield probe.name
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def _is_saving(path: Path, token: str) -> bool:
+    """Return whether a worker is inside `saving` with a token; its lock ends with it."""
+    try:
+        with open(path.with_name(f"{path.name}.{token}.part"), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or no locks
+        return False
+    return False
 
 
 def load(path: Path, most: float = math.inf) -> tuple[OptimizerState, list[str]]:
