@@ -53,7 +53,8 @@ class PartWriter:
                 (tensors[at] if isinstance(value, Tensor) else plain)[f"{at}/{name}"] = value
         self._tensors = tensors
         self._layout = files.layout({name: one for of_shard in tensors for name, one in of_shard.items()}, path)
-        self._header = {"shards": [(json.dumps(key), begin, numel) for key, begin, numel, _ in shards], "plain": plain}
+        own = [(json.dumps(key), begin, numel) for key, begin, numel, _ in shards]
+        self._header = {"name": path.name.removesuffix(".tmp"), "shards": own, "plain": plain}
         self._checksums = dict.fromkeys(self._layout, f"{0:08x}")
         self.nbytes = sum(one.nbytes for of_shard in tensors for one in of_shard.values())
         """Bytes of the tensors."""
@@ -183,6 +184,7 @@ def _head_of(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
             length = int.from_bytes(file.read(8), "little")
             entries = json.loads(file.read(min(length, path.stat().st_size)))
         metadata = entries.pop("__metadata__", {})
+        json.loads(metadata.get(files.HEADER, "{}"))  # which may be damaged too
         tensors = {
             name: _Tensor(_DTYPES[entry["dtype"]], entry["shape"], 8 + length + entry["data_offsets"][0], None)
             for name, entry in entries.items()
@@ -200,6 +202,8 @@ def _shards_of(path: Path) -> list[tuple[str, _Stored]]:
     if "part" in header:
         if metadata.get(files.CHECKSUM) != f"{zlib.crc32(text.encode()):08x}":
             raise ValueError(f"{path} is damaged: the checksum of its header is wrong")
+        if (name := header["part"].get("name", path.name)) != path.name:  # some elements would have no state
+            raise ValueError(f"{path} is a copy of {name}; expected the part that was saved with this name")
         shards, plain = header["part"]["shards"], header["part"]["plain"]
         numbers = {str(number): number for number in range(len(shards))}
     else:

@@ -182,6 +182,17 @@ def test_a_damaged_part_changes_nothing(tmp_path: Path, number: int, at: int) ->
         assert_equal(weights(kv), changed)
 
 
+def test_a_part_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    before, _ = saved(path, ADAM)
+    first_part, second_part = parts_of(path)
+    second_part.write_bytes(first_part.read_bytes())
+    with Job(1) as job, job.stores()[0] as kv:
+        begin(kv, ADAM, before)
+        with pytest.raises(ValueError, match=rf"{second_part.name} is a copy of {first_part.name}"):
+            kv.load_optimizer_states(path)
+
+
 def test_parts_that_a_server_does_not_see_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "states"
     saved(path, ADAM)
