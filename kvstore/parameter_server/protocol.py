@@ -100,7 +100,7 @@ def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
     try:
         return decoder.decode(bytes([frame[0] - 1]) + memoryview(frame)[2:])  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
-        text = re.sub(r"\$\[(\d+)\]", lambda at: cls.__struct_fields__[int(at[1]) - 1], str(error))
+        text = re.sub(r"(?<= `)\$\[(\d+)\](?=[^`]*`$)", lambda at: cls.__struct_fields__[int(at[1]) - 1], str(error))
         text = text if len(text) < 200 else f"{text[:100]}...{text[-50:]}"
         raise ProtocolError(f"received {cls.__name__} with an invalid field: {text}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -166,6 +166,31 @@ def test_joins_that_cannot_succeed_end_with_the_reason(hosts: Hosts, tmp_path: P
     assert f"received a message of protocol version {protocol.VERSION}; expected {protocol.VERSION - 1}" in texts[4]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bounds", ["", "1:3"])
+def test_jobs_that_take_no_workers_say_why(hosts: Hosts, bounds: str) -> None:
+    def refusal() -> str:
+        words = [sys.executable, "-m", "gangline", "join", "--timeout", "2", address, "true"]
+        started = hosts.start(0, words)
+        text = started.communicate(timeout=60)[1]
+        assert started.returncode == 1
+        return text
+
+    code = "import time; print('here', flush=True); time.sleep(20)"
+    words = ["launch", "-n", "1", "-s", "1", *(["--elastic", bounds] if bounds else [])]
+    inside = ["ip", "netns", "exec", hosts.names[0], sys.executable, "-m", "gangline"]
+    with Launch([*inside, *words, "--", sys.executable, "-c", code if bounds else HELD], cwd=ROOT) as run:
+        run.hear("here")
+        text = os.read(run.process.stderr.fileno(), 1 << 16).decode()
+        found = re.search(r"readers attach at ([0-9.:]+)(.*)", text)
+        assert found, text
+        assert found[2] == (f", with the key of {FILE}" if bounds else "")
+        address = found[1]
+        why = "answers: the job has not begun: some of" if bounds else "the job is not elastic; expected one of"
+        assert why in refusal()
+    assert "has nothing that listens there: the job is over or has not begun" in refusal()
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

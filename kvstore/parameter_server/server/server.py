@@ -577,7 +577,8 @@ class Server:
             case "state_bytes" | "save" | "load_files":
                 number, *given = msgpack.unpackb(payload)
                 own = rounds.optimizers.shards_of(number, rounds.shards)
-                return self._state_files.run(name, given, [*own.values()], rounds.optimizers.numbered(number)), []
+                optimizers = rounds.optimizers.numbered(number)
+                return self._state_files.run(worker.rank, name, given, [*own.values()], optimizers), []
             case "load":
                 number = msgpack.unpackb(payload)[0]
                 own = rounds.optimizers.shards_of(number, rounds.shards)
