@@ -162,7 +162,7 @@ class LocalSteps(WrappedOptimizer):
                 "compression '2bit' has no threshold; expected one near the change of a weight in a cycle, such as "
                 "{'type': '2bit', 'threshold': 0.01}: it sends -threshold, 0 or threshold, and keeps the rest"
             )
-        self._all, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self._model, self._all = model, dict(model.named_parameters())
         self._is_auto = every == "auto"
         self.every = self._next_every = _FIRST if isinstance(every, str) else every
         self._steps = self._next = 0  # steps in this cycle, number of the next fragment
@@ -194,7 +194,8 @@ class LocalSteps(WrappedOptimizer):
         weights = [one.data for one in self._parameters.values()]
         store.broadcast(names, weights, weights)
         store.init(_SPEEDS, torch.zeros(store.num_workers, 2, dtype=torch.int64, device="cpu"))
-        rest = {name: one for name, one in {**self._all, **self._buffers}.items() if name not in self._parameters}
+        tensors = {**self._all, **dict(self._model.named_buffers())}
+        rest = {name: one for name, one in tensors.items() if name not in self._parameters}
         layout = {name: f"{tuple(one.shape)} of {one.dtype}" for name, one in rest.items()}
         store.group.check_same({**layout, "every='auto'": self._is_auto, "fragments": fragments}, "LocalSteps")
         self._equalize(rest, is_mean=False)
@@ -249,7 +250,7 @@ class LocalSteps(WrappedOptimizer):
         for fragment in self._fragments:
             self._send(fragment)
         self._merge()
-        self._equalize(self._buffers, is_mean=True)
+        self._equalize(dict(self._model.named_buffers()), is_mean=True)  # forward may have replaced them
         self._link_seconds, self._returned = 0.0, time.monotonic()
 
     def _send(self, fragment: _Fragment) -> None:

@@ -274,7 +274,7 @@ class DistStore(KVStore):
                     one.numel,
                 ]
                 described[one.server].append(entry)
-        values = {key: value.detach().cpu().contiguous() for key, value in extra.items()}
+        values = {key: one.detach().resolve_conj().resolve_neg().cpu().contiguous() for key, one in extra.items()}
         described[0] += [
             [-1, 0, key, name_of_dtype(one.dtype), one.shape, 0, one.numel()] for key, one in values.items()
         ]

@@ -206,6 +206,7 @@ def _unequal(store: KVStore, counts: Sequence[Sequence[int]], every: int | str, 
             for _ in range(of_epoch[store.rank]):
                 time.sleep(seconds * store.rank)
                 backward(net, store.rank, step := step + 1)
+                net[1].running_mean = net[1].running_mean.clone()  # as some modules replace a buffer in forward
                 optimizer.step()
             found.append(net[1].running_mean.clone())
             optimizer.synchronize()

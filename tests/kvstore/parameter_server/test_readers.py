@@ -135,7 +135,7 @@ def test_values_that_changed_without_a_push_and_further_tensors_are_published(ve
     versioned.publish(0, mean=torch.tensor([0.5], dtype=torch.float64))
     ones = [torch.ones(shape) for shape in SHAPES.values()]
     versioned.job.each(versioned.stores, lambda kv: kv.assign([*SHAPES], ones))
-    versioned.stores[0].publish(1, {"mean": torch.tensor([1.5], dtype=torch.float64)})
+    versioned.stores[0].publish(1, {"mean": torch._neg_view(torch.tensor([-1.5], dtype=torch.float64))})
     with Reader(versioned.address, timeout=LIMIT) as reader:
         out = {**tensors(), "mean": torch.zeros(1, dtype=torch.float64)}
         assert reader.pull(out, newer_than=0) == 1
