@@ -88,6 +88,18 @@ def tensors() -> dict[Any, Tensor]:
     return {key: torch.full(shape, -1.0) for key, shape in SHAPES.items()}
 
 
+def targets(kind: str) -> dict[Any, Tensor]:
+    """Return tensors of which the last one cannot be written."""
+    out = tensors()
+    whole = out.pop("whole")
+    made = {
+        "meta": lambda one: one.to("meta"),
+        "sparse": Tensor.to_sparse,
+        "expanded": lambda one: one[:1].expand(one.shape),
+    }
+    return {**out, "whole": made[kind](whole)}
+
+
 def pulled(reader: Reader, *arguments: Any, **options: Any) -> tuple[int, set[float]]:
     """Pull; return the version and the values."""
     out = tensors()
@@ -205,6 +217,10 @@ WRONG: dict[str, tuple[Callable[[Versioned, Reader], object], type[Exception], s
         "the tensor for 'whole' has shape (5, 3) and dtype float64; in version 5",
     ),
     "newer": (lambda _, reader: reader.pull(tensors(), "5"), ValueError, "newer_than is '5'; expected a version"),
+    "large": (lambda _, reader: reader.pull(tensors(), 1 << 70), ValueError, "expected a version, or None"),
+    "meta": (lambda _, reader: reader.pull(targets("meta")), ValueError, "is on meta, torch.strided; expected a dense"),
+    "sparse": (lambda _, reader: reader.pull(targets("sparse")), ValueError, "torch.sparse_coo; expected a dense"),
+    "expanded": (lambda _, reader: reader.pull(targets("expanded")), ValueError, "is expanded; expected a dense"),
     "none newer": (
         lambda _, reader: reader.pull(tensors(), 5, timeout=0.2),
         StallError,
