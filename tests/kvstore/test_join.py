@@ -138,6 +138,12 @@ def test_the_launcher_counts_workers_of_other_hosts(hosts: Hosts) -> None:
     assert (status, "[worker 0] seen [2.0]" in out) == (0, True), errors
 
 
+OLDER = (
+    "older = lambda head: head[:1] + bytes([head[1] - 1]) + head[2:]; protocol.VERSION -= 1; "
+    "protocol._heads.update([(cls, older(head)) for cls, head in protocol._heads.items()]); "
+    "protocol._kinds = {older(head): known for head, known in protocol._kinds.items()}"
+)
+"""Makes the messages of a process those of the version before."""
 HELD = "import time, gangline; kv = gangline.create('dist_sync'); print('here', flush=True); time.sleep(100)"
 
 
@@ -155,7 +161,7 @@ def test_joins_that_cannot_succeed_end_with_the_reason(hosts: Hosts, tmp_path: P
             join(hosts, address, "true", **{FILE: ""}),
             hosts.start(1, [sys.executable, "-m", "gangline", "join", "--timeout", "1", nobody, "true"]),
             hosts.start(1, [sys.executable, "-c", old.format("found.version = lambda name: '0.1'")]),
-            hosts.start(1, [sys.executable, "-c", old.format("protocol.VERSION -= 1")]),
+            hosts.start(1, [sys.executable, "-c", old.format(OLDER)]),
         ]
         texts = [one.communicate(timeout=60)[1] for one in started]
         assert [one.returncode for one in started] == [1] * 5

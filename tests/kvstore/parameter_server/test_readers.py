@@ -568,7 +568,7 @@ def alone(loop: str, steps: int) -> set[str]:
 @pytest.mark.parametrize("loop", ["Trainer", "fit"])
 @pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
 def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, loop: str, tmp_path: Path) -> None:
-    steps, kills = 100, 2
+    steps, kills = 150, 2
     job = train(tmp_path, loop, steps, publishes=True, kills=kills)
     assert job.stderr is not None
     while not (found := re.search(r"readers attach at (\S+)", job.stderr.readline())):
