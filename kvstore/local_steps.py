@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gangline.collectives.eager import run_eagerly
+from gangline.collectives.errors import MismatchError
 from gangline.collectives.work import Work
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.group.serialization import digest
@@ -243,6 +244,9 @@ class LocalSteps(WrappedOptimizer):
 
         Collective. Call it before evaluation and checkpoints, and at the end. A worker that runs out of data before
         the others calls it then; until all do, means are those of the others. Training may go on afterwards.
+
+        Raises:
+            MismatchError: if the workers' models have different buffers.
         """
         self._merge()
         self.kvstore.join()
@@ -283,6 +287,8 @@ class LocalSteps(WrappedOptimizer):
         """Give all workers rank 0's tensors where they differ, or the mean of those of floating-point numbers."""
         call, group = "buffers of LocalSteps", self.kvstore.group
         digests = group.all_gather({name: digest(one.detach()) for name, one in tensors.items()}, call)
+        if odd := set().union(*digests) - set(digests[0]).intersection(*digests):
+            raise MismatchError(f"only some workers have {sorted(odd)[0]!r}; expected the same buffers on all workers")
         own = {name: one.detach() for name, one in tensors.items() if len({of[name] for of in digests}) > 1}
         if own:
             gathered = group.all_gather(own, call) if is_mean else [group.broadcast(own, call)]

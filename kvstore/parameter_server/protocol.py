@@ -525,7 +525,7 @@ class Want(Message, tag=47):
     least: Count
     """Lowest version that the reader wants; it has read what it wants of those below."""
     received: Count
-    """As in `Read`."""
+    """Number of answers to `Read` messages that the reader has received; see there."""
 
 
 class Versions(Message, tag=48):

@@ -150,7 +150,7 @@ class Server:
                 self._pool.close()
 
     def _end_readers(self) -> None:
-        """Let readers pull the last version unless the job has failed, and tell them that it is over."""
+        """Wait until readers have the last version, unless the job has failed, and send them the end of the job."""
         died = {f"{role} {rank} {why}" for (role, rank), why in self._scheduler.gone.items() if why}
         died |= {f"the scheduler {self._scheduler.lost}"} if self._scheduler.lost else set()
         self._thread_pool.drain()
