@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gangline.collectives.eager import run_eagerly
+from gangline.collectives.errors import MismatchError
 from gangline.collectives.work import Work
 from gangline.kvstore.buckets import Bucket, plan
 from gangline.kvstore.group.serialization import digest
@@ -162,7 +163,7 @@ class LocalSteps(WrappedOptimizer):
                 "compression '2bit' has no threshold; expected one near the change of a weight in a cycle, such as "
                 "{'type': '2bit', 'threshold': 0.01}: it sends -threshold, 0 or threshold, and keeps the rest"
             )
-        self._all, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self._model, self._all = model, dict(model.named_parameters())
         self._is_auto = every == "auto"
         self.every = self._next_every = _FIRST if isinstance(every, str) else every
         self._steps = self._next = 0  # steps in this cycle, number of the next fragment
@@ -194,7 +195,8 @@ class LocalSteps(WrappedOptimizer):
         weights = [one.data for one in self._parameters.values()]
         store.broadcast(names, weights, weights)
         store.init(_SPEEDS, torch.zeros(store.num_workers, 2, dtype=torch.int64, device="cpu"))
-        rest = {name: one for name, one in {**self._all, **self._buffers}.items() if name not in self._parameters}
+        tensors = {**self._all, **dict(self._model.named_buffers())}
+        rest = {name: one for name, one in tensors.items() if name not in self._parameters}
         layout = {name: f"{tuple(one.shape)} of {one.dtype}" for name, one in rest.items()}
         store.group.check_same({**layout, "every='auto'": self._is_auto, "fragments": fragments}, "LocalSteps")
         self._equalize(rest, is_mean=False)
@@ -242,6 +244,9 @@ class LocalSteps(WrappedOptimizer):
 
         Collective. Call it before evaluation and checkpoints, and at the end. A worker that runs out of data before
         the others calls it then; until all do, means are those of the others. Training may go on afterwards.
+
+        Raises:
+            MismatchError: if the workers' models have different buffers.
         """
         self._merge()
         self.kvstore.join()
@@ -249,7 +254,7 @@ class LocalSteps(WrappedOptimizer):
         for fragment in self._fragments:
             self._send(fragment)
         self._merge()
-        self._equalize(self._buffers, is_mean=True)
+        self._equalize(dict(self._model.named_buffers()), is_mean=True)  # forward may have replaced them
         self._link_seconds, self._returned = 0.0, time.monotonic()
 
     def _send(self, fragment: _Fragment) -> None:
@@ -282,6 +287,8 @@ class LocalSteps(WrappedOptimizer):
         """Give all workers rank 0's tensors where they differ, or the mean of those of floating-point numbers."""
         call, group = "buffers of LocalSteps", self.kvstore.group
         digests = group.all_gather({name: digest(one.detach()) for name, one in tensors.items()}, call)
+        if odd := set().union(*digests) - set(digests[0]).intersection(*digests):
+            raise MismatchError(f"only some workers have {sorted(odd)[0]!r}; expected the same buffers on all workers")
         own = {name: one.detach() for name, one in tensors.items() if len({of[name] for of in digests}) > 1}
         if own:
             gathered = group.all_gather(own, call) if is_mean else [group.broadcast(own, call)]

@@ -12,6 +12,7 @@ ELSEWHERE = {
     "bench/unequal/slow_process.py": "files of the kernel, which hold quotas",
     "gangline/advise/job_scaling.py": "in a temporary folder that only this user can enter",
     "gangline/launcher/functions.py": "memory of this process, by its descriptor",
+    "kvstore/optimizer/state_parts.py": "a save's lock is always a new file, which O_EXCL makes",
     "gangline/launcher/function_process.py": "memory of the launcher, by its descriptor",
 }
 

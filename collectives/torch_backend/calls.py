@@ -405,7 +405,7 @@ operation, root, whether the caller waits at once, a timeout. torch's overloads 
 
 
 class _Form:
-    """How torch calls one of its collectives: names of the parameters, and what is made of their values."""
+    """Form of torch's calls of a collective: names of the parameters, and conversions of their values."""
 
     def __init__(self, row: _Row) -> None:
         parameters = signature(row.run).parameters

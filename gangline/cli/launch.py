@@ -229,7 +229,8 @@ def launch(options: LaunchOptions) -> None:
     def attempt(restart: int) -> Outcome:
         table = planned(replace(job, restart=restart)) if restart else first
         if servers:
-            _print_address(table[0].environment, knows_key=own_key is not None or launcher in ("mpi", "slurm"))
+            knows_key = is_open or own_key is not None or launcher in ("mpi", "slurm")
+            _print_address(table[0].environment, knows_key=knows_key)
         if launcher == "ssh":
             key = own_key or JobKey.new()
             connections = ssh_table(table, entries, connection, key, options.grace, options.log_dir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 import psutil
@@ -36,20 +36,27 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def send_program(leader: int, number: int) -> None:
-    """Send a signal to a process group, except to processes that Python's multiprocessing started.
+def send_programs(numbers: Mapping[int, int]) -> None:
+    """Send process groups, by their leaders, a signal each, except to processes that Python's multiprocessing started.
 
     A program itself ends its workers, such as those of a DataLoader, which it needs until it has written a checkpoint.
-    The group's leader must not have been waited for.
+    A program may stop because another one was told to, and a signal that comes when it has taken away its handler would
+    kill it; so all are held until all have their signals. The leaders must not have been waited for.
     """
+    sent = [(pid, number) for leader, number in numbers.items() for pid in (leader, *_members_of(leader))]
+    for hold in (signal.SIGSTOP, None, signal.SIGCONT):
+        for pid, number in sent:
+            send(pid, hold or number)
+
+
+def _members_of(leader: int) -> list[int]:
     members = []
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(leader).children(recursive=True):
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if os.getpgid(process.pid) == leader and not _is_worker(process):
                     members.append(process.pid)
-    for pid in (leader, *members):
-        send(pid, number)
+    return members
 
 
 def _is_worker(process: psutil.Process) -> bool:

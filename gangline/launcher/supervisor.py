@@ -43,7 +43,7 @@ from gangline.kvstore.restart_variables import (
 )
 from gangline.launcher.job import Process
 from gangline.launcher.output import Output, Stream, write_what_fits
-from gangline.launcher.process_tree import descendants, send, send_group, send_program
+from gangline.launcher.process_tree import descendants, send, send_group, send_programs
 from gangline.launcher.restarts import CHECKPOINTED, FINAL
 
 _KILL_INTERVAL = 0.1
@@ -265,7 +265,7 @@ class Supervisor:
             return f"{ERROR}{len(running) - len(staying)} workers are leaving; add others when they have ended"
         for child in staying[count:]:
             child.is_leaving = True
-            send_program(child.popen.pid, signal.SIGTERM)
+            send_programs({child.popen.pid: signal.SIGTERM})
         added = []
         for process in free[: max(count - len(staying), 0)]:
             added.append(_of_rank(process, self._next_rank))
@@ -679,11 +679,11 @@ class Supervisor:
         self._alarm = time.monotonic() + self._timeouts.stop + delay, self._kill_late
 
     def _terminate(self, leaders: Iterable[int]) -> None:
-        for leader in leaders:
-            child = self._children[leader]
-            if child.process.document is None:
-                send_program(leader, child.process.stop_signal)
-            elif not child.is_stopping:
+        children = {leader: self._children[leader] for leader in leaders}
+        here = {leader: child for leader, child in children.items() if child.process.document is None}
+        send_programs({leader: child.process.stop_signal for leader, child in here.items()})
+        for child in children.values():
+            if child.process.document is not None and not child.is_stopping:
                 child.is_stopping = True
                 self._tell(child, _STOP)
 

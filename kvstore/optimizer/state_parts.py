@@ -7,12 +7,14 @@ key, begin and elements of the shard of each number, plain values by such names,
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +53,8 @@ class PartWriter:
                 (tensors[at] if isinstance(value, Tensor) else plain)[f"{at}/{name}"] = value
         self._tensors = tensors
         self._layout = files.layout({name: one for of_shard in tensors for name, one in of_shard.items()}, path)
-        self._header = {"shards": [(json.dumps(key), begin, numel) for key, begin, numel, _ in shards], "plain": plain}
+        own = [(json.dumps(key), begin, numel) for key, begin, numel, _ in shards]
+        self._header = {"name": path.name.removesuffix(".tmp"), "shards": own, "plain": plain}
         self._checksums = dict.fromkeys(self._layout, f"{0:08x}")
         self.nbytes = sum(one.nbytes for of_shard in tensors for one in of_shard.values())
         """Bytes of the tensors."""
@@ -181,6 +184,7 @@ def _head_of(path: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
             length = int.from_bytes(file.read(8), "little")
             entries = json.loads(file.read(min(length, path.stat().st_size)))
         metadata = entries.pop("__metadata__", {})
+        json.loads(metadata.get(files.HEADER, "{}"))  # which may be damaged too
         tensors = {
             name: _Tensor(_DTYPES[entry["dtype"]], entry["shape"], 8 + length + entry["data_offsets"][0], None)
             for name, entry in entries.items()
@@ -198,6 +202,8 @@ def _shards_of(path: Path) -> list[tuple[str, _Stored]]:
     if "part" in header:
         if metadata.get(files.CHECKSUM) != f"{zlib.crc32(text.encode()):08x}":
             raise ValueError(f"{path} is damaged: the checksum of its header is wrong")
+        if (name := header["part"].get("name", path.name)) != path.name:  # some elements would have no state
+            raise ValueError(f"{path} is a copy of {name}; expected the part that was saved with this name")
         shards, plain = header["part"]["shards"], header["part"]["plain"]
         numbers = {str(number): number for number in range(len(shards))}
     else:
@@ -240,8 +246,34 @@ def save_index(path: Path, parts: Iterable[str], state: OptimizerState) -> None:
 def remove_parts(path: Path, kept: Iterable[str] = ()) -> None:
     """Remove the parts of a file but those to keep, and what interrupted saves have left."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}[-.]*part*"):
-        if part.name not in kept:
+        if part.name not in kept and not _is_saving(path, part.name[len(path.name) + 1 :][:8]):
             part.unlink(missing_ok=True)
+
+
+@contextmanager
+def saving(path: Path, token: str) -> Iterator[str]:
+    """Keep the parts whose names have a token until the file names them; return the name of a file beside them."""
+    probe, unlocked = path.with_name(f"{path.name}.{token}.part"), path.with_name(f".{path.name}.{token}")
+    with open(unlocked, "xb") as file:
+        with suppress(OSError):  # not supported by the file system
+            fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.replace(probe)
+        try:
+            yield probe.name
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def _is_saving(path: Path, token: str) -> bool:
+    """Return whether a worker is inside `saving` with a token; its lock ends with it."""
+    try:
+        with open(path.with_name(f"{path.name}.{token}.part"), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or no locks
+        return False
+    return False
 
 
 def load(path: Path, most: float = math.inf) -> tuple[OptimizerState, list[str]]:

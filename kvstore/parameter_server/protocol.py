@@ -100,7 +100,7 @@ def unpack(frame: bytes | memoryview, *, is_bounded: bool = True) -> Message:
     try:
         return decoder.decode(bytes([frame[0] - 1]) + memoryview(frame)[2:])  # type: ignore[no-any-return]
     except msgspec.ValidationError as error:
-        text = re.sub(r"\$\[(\d+)\]", lambda at: cls.__struct_fields__[int(at[1]) - 1], str(error))
+        text = re.sub(r"(?<= `)\$\[(\d+)\](?=[^`]*`$)", lambda at: cls.__struct_fields__[int(at[1]) - 1], str(error))
         text = text if len(text) < 200 else f"{text[:100]}...{text[-50:]}"
         raise ProtocolError(f"received {cls.__name__} with an invalid field: {text}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -519,7 +519,7 @@ class Want(Message, tag=47):
     least: Count
     """Lowest version that the reader wants; it has read what it wants of those below."""
     received: Count
-    """As in `Read`."""
+    """Number of answers to `Read` messages that the reader has received; see there."""
 
 
 class Versions(Message, tag=48):

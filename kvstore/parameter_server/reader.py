@@ -41,6 +41,9 @@ _CONNECT_SECONDS = 10.0
 _LOST_SECONDS = 2.0
 """Time after which a scheduler at whose address nobody listens is gone."""
 
+_MOST = (1 << 62) - 1
+"""Limit of versions."""
+
 _Tensors = Mapping[Key, Tensor]
 _Layout = tuple[str, tuple[int, ...]]
 """dtype and shape."""
@@ -227,15 +230,15 @@ class Reader:
             RuntimeError: if the reader is closed.
         """
         required, optional = _tensors(target)
-        if newer_than is not None and (type(newer_than) is not int or newer_than < 0):
+        if newer_than is not None and (type(newer_than) is not int or not 0 <= newer_than < _MOST):
             raise ValueError(f"newer_than is {newer_than!r}; expected a version, or None")
-        least = self._least = 0 if newer_than is None else newer_than + 1
+        least = 0 if newer_than is None else newer_than + 1
         wanted = "a version" if newer_than is None else f"a version after {newer_than}"
         seconds = self._timeout if timeout is None else timeout
         with self._lock:
             if not self._finish.alive:
                 raise RuntimeError("this reader is closed; make another one")
-            self._dropped, ends = "", time.monotonic() + seconds
+            self._least, self._dropped, ends = least, "", time.monotonic() + seconds
             for source in self._sources:
                 self._want(source, least)
             try:
@@ -441,14 +444,18 @@ def _parse(address: str | None) -> tuple[str, int]:
 
 def _tensors(target: object) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
     """Return the tensors that a version must have, and those that it may have."""
-    if isinstance(target, nn.Module):
-        return dict(target.named_parameters()), dict(target.named_buffers())
-    if not isinstance(target, Mapping):
+    if not isinstance(target, nn.Module | Mapping):
         raise TypeError(f"pull() got a {type(target).__name__}; expected a torch.nn.Module, or a dict of tensors")
-    for key, value in target.items():
+    required: dict[Key, Tensor] = {**(dict(target.named_parameters()) if isinstance(target, nn.Module) else target)}
+    optional: dict[Key, Tensor] = {**dict(target.named_buffers())} if isinstance(target, nn.Module) else {}
+    for key, value in {**required, **optional}.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"pull() got a {type(value).__name__} for key {key!r}; expected a torch tensor")
-    return dict(target), {}
+        is_dense = value.layout == torch.strided and not value.is_meta
+        if not is_dense or any(not step and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+            what = f"on {value.device}, {value.layout}" if not is_dense else "expanded"
+            raise ValueError(f"the tensor for {key!r} is {what}; expected a dense one with memory for each value")
+    return required, optional
 
 
 def _layout(tensor: Tensor) -> _Layout:

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -275,7 +274,7 @@ class DistStore(KVStore):
                     one.numel,
                 ]
                 described[one.server].append(entry)
-        values = {key: value.detach().cpu().contiguous() for key, value in extra.items()}
+        values = {key: one.detach().resolve_conj().resolve_neg().cpu().contiguous() for key, one in extra.items()}
         described[0] += [
             [-1, 0, key, name_of_dtype(one.dtype), one.shape, 0, one.numel()] for key, one in values.items()
         ]
@@ -712,12 +711,13 @@ class DistStore(KVStore):
         names = [f"{path.name}.{token}-{server}.part" for server in range(self._servers.count)]
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.{token}.part") as probe:
-                folder, seen = str(path.parent), Path(probe.name).name
+            with state_parts.saving(path, token) as seen:
+                folder = str(path.parent)
                 self._command_in_steps("save", [[group.number, token, folder, name, seen] for name in names])
-            shapes = {json.dumps(key): list(of_key[0].layout.shape) for key, of_key in self._shards_of(group).items()}
-            initial, rate = float(group.spec.arguments["lr"]), self._rates[group.number]
-            state_parts.save_index(path, names, OptimizerState(group.spec.name, initial, rate, shapes, {}, {}))
+                of_keys = self._shards_of(group)
+                shapes = {json.dumps(key): list(shards[0].layout.shape) for key, shards in of_keys.items()}
+                initial, rate = float(group.spec.arguments["lr"]), self._rates[group.number]
+                state_parts.save_index(path, names, OptimizerState(group.spec.name, initial, rate, shapes, {}, {}))
         except BaseException:
             for name in names:
                 path.with_name(name).unlink(missing_ok=True)
@@ -743,16 +743,18 @@ class DistStore(KVStore):
         since = time.monotonic()
         while True:
             told = [msgpack.unpackb(result) for result, _ in command(self._servers, name, packed)]
-            for _, _, error, text in told:
+            is_over = all(is_over for is_over, *_ in told)
+            is_late = told == before and time.monotonic() > since + self._timeout
+            for _, _, error, text in told if is_over or is_late else ():  # no server writes or reads any more
                 if error:
                     raise make_error(error, text)
-            if all(is_over for is_over, *_ in told):
+            if is_over:
                 return
-            if told != before:
-                before, since = told, time.monotonic()
-            elif time.monotonic() > since + self._timeout:
+            if is_late:
                 late = [server for server, (is_over, *_) in enumerate(told) if not is_over]
                 raise StallError(f"{name} of optimizer state: servers {late} have not gone on for {self._timeout:g} s")
+            if told != before:
+                before, since = told, time.monotonic()
             time.sleep(_STEP_SECONDS)
 
     # Compression

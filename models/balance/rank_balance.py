@@ -142,7 +142,7 @@ class RankBalance:
 
     @property
     def split(self) -> Split:
-        """How a global batch is cut whose samples are read now."""
+        """Cut of a global batch whose samples are read now."""
         return Split(self.rank, self.loads, list(self.caps), self._order, self.minimum)
 
     def begin_batch(self, cost: float, samples: int = 0) -> None:

@@ -64,10 +64,10 @@ def _signal_oneself_midway(number: int) -> None:
     times = iter((False, True))
 
     def signalling(method: Callable[..., Any]) -> Callable[..., Any]:
-        def signalled(*arguments: Any) -> Any:
+        def signalled(*arguments: Any, **options: Any) -> Any:
             if next(times, False):
                 os.kill(os.getpid(), number)
-            return method(*arguments)
+            return method(*arguments, **options)
 
         return signalled
 

@@ -138,6 +138,12 @@ def test_the_launcher_counts_workers_of_other_hosts(hosts: Hosts) -> None:
     assert (status, "[worker 0] seen [2.0]" in out) == (0, True), errors
 
 
+OLDER = (
+    "older = lambda head: head[:1] + bytes([head[1] - 1]) + head[2:]; protocol.VERSION -= 1; "
+    "protocol._heads.update([(cls, older(head)) for cls, head in protocol._heads.items()]); "
+    "protocol._kinds = {older(head): known for head, known in protocol._kinds.items()}"
+)
+"""Makes the messages of a process those of the version before."""
 HELD = "import time, gangline; kv = gangline.create('dist_sync'); print('here', flush=True); time.sleep(100)"
 
 
@@ -155,7 +161,7 @@ def test_joins_that_cannot_succeed_end_with_the_reason(hosts: Hosts, tmp_path: P
             join(hosts, address, "true", **{FILE: ""}),
             hosts.start(1, [sys.executable, "-m", "gangline", "join", "--timeout", "1", nobody, "true"]),
             hosts.start(1, [sys.executable, "-c", old.format("found.version = lambda name: '0.1'")]),
-            hosts.start(1, [sys.executable, "-c", old.format("protocol.VERSION -= 1")]),
+            hosts.start(1, [sys.executable, "-c", old.format(OLDER)]),
         ]
         texts = [one.communicate(timeout=60)[1] for one in started]
         assert [one.returncode for one in started] == [1] * 5
@@ -164,6 +170,31 @@ def test_joins_that_cannot_succeed_end_with_the_reason(hosts: Hosts, tmp_path: P
     assert texts[2].startswith(f"gangline: the job at {nobody} has nothing that listens there: the job is over or")
     assert "this host has gangline 0.1, and the job " in texts[3]
     assert f"received a message of protocol version {protocol.VERSION}; expected {protocol.VERSION - 1}" in texts[4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bounds", ["", "1:3"])
+def test_jobs_that_take_no_workers_say_why(hosts: Hosts, bounds: str) -> None:
+    def refusal() -> str:
+        words = [sys.executable, "-m", "gangline", "join", "--timeout", "2", address, "true"]
+        started = hosts.start(0, words)
+        text = started.communicate(timeout=60)[1]
+        assert started.returncode == 1
+        return text
+
+    code = "import time; print('here', flush=True); time.sleep(20)"
+    words = ["launch", "-n", "1", "-s", "1", *(["--elastic", bounds] if bounds else [])]
+    inside = ["ip", "netns", "exec", hosts.names[0], sys.executable, "-m", "gangline"]
+    with Launch([*inside, *words, "--", sys.executable, "-c", code if bounds else HELD], cwd=ROOT) as run:
+        run.hear("here")
+        text = os.read(run.process.stderr.fileno(), 1 << 16).decode()
+        found = re.search(r"readers attach at ([0-9.:]+)(.*)", text)
+        assert found, text
+        assert found[2] == (f", with the key of {FILE}" if bounds else "")
+        address = found[1]
+        why = "answers: the job has not begun: some of" if bounds else "the job is not elastic; expected one of"
+        assert why in refusal()
+    assert "has nothing that listens there: the job is over or has not begun" in refusal()
 
 
 @pytest.mark.parametrize(

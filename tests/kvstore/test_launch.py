@@ -332,6 +332,25 @@ def test_a_signal_leaves_forked_workers_to_their_program_and_reaches_programs_of
         assert run.end()[:2] == (75, ["[worker 0] ready", "[worker 0] 6"])
 
 
+def test_a_worker_that_stops_because_another_was_told_to_is_told_in_time(tmp_path: Path) -> None:
+    flag = str(tmp_path / "stopped")
+    code = (
+        "def stop(*_):\n"
+        f"    open({flag!r}, 'w').close()\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, stop if rank == 0 else lambda *_: None)\n"
+        "print('ready', flush=True)\n"
+        f"while not os.path.exists({flag!r}): time.sleep(0.0005)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"  # as after the block of `stop_on`
+        "time.sleep(0.5)\n"
+        "sys.exit(75)"
+    )
+    with workers(code) as run:
+        run.hear("[worker 0] ready", "[worker 1] ready")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end()[0] == 75
+
+
 def test_a_second_signal_kills_at_once() -> None:
     stubborn = (
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('ready', flush=True)\n"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gangline import Communicator, LocalSteps, create
-from gangline.collectives.errors import DeadNodeError
+from gangline.collectives.errors import DeadNodeError, MismatchError
 from gangline.kvstore import KVStore
 from gangline.kvstore.compression import compress, parse
 from gangline.kvstore.local_steps import balanced_steps
@@ -206,6 +206,7 @@ def _unequal(store: KVStore, counts: Sequence[Sequence[int]], every: int | str, 
             for _ in range(of_epoch[store.rank]):
                 time.sleep(seconds * store.rank)
                 backward(net, store.rank, step := step + 1)
+                net[1].running_mean = net[1].running_mean.clone()  # as some modules replace a buffer in forward
                 optimizer.step()
             found.append(net[1].running_mean.clone())
             optimizer.synchronize()
@@ -225,6 +226,19 @@ def test_workers_that_run_out_of_data_wait_and_all_end_with_the_same_weights_and
         torch.testing.assert_close(found["1.running_mean"], (own + theirs) / 2)
         assert found["1.ready"]
     assert not torch.equal(weights[0]["0.weight"], weights[1]["0.weight"])  # worker 1 trained alone in the second
+
+
+def _other_buffers(store: KVStore) -> None:
+    net = network()
+    optimizer = LocalSteps(net, inner(net), store, every=1)
+    if store.rank:
+        net.register_buffer("late", torch.zeros(1))
+    with pytest.raises(MismatchError, match="only some workers have 'late'; expected the same buffers on all workers"):
+        optimizer.synchronize()
+
+
+def test_buffers_that_only_some_workers_have_are_an_error_on_all() -> None:
+    over("allreduce", 2, _other_buffers)
 
 
 def test_auto_gives_a_slower_worker_fewer_steps() -> None:

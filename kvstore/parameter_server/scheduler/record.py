@@ -15,7 +15,7 @@ _LEAST_GROWTH = 1 << 20
 
 
 class Record:
-    """What a `JobState` returns as `kept`, and its outcomes, in memory that outlives the scheduler.
+    """Record of a job, `JobState.kept`, and its outcomes, in memory that outlives the scheduler.
 
     An entry is what has changed since the one before, in msgpack; an outcome of None is forgotten. Outcomes never
     change, so each is written once. All entries are replaced by one, without what was forgotten, at the first `write`

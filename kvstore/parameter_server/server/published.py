@@ -159,9 +159,9 @@ class _Reader:
     reads: deque[Read] = field(default_factory=deque)
     """Those that are not answered."""
     sent: int = 0
-    """Number of answers to others."""
+    """Number of answers to earlier ones."""
     received: int = 0
-    """Number of these that it has received, as far as it has said so."""
+    """Number of these answers that it has acknowledged."""
 
 
 class Readers:
@@ -273,7 +273,7 @@ class Readers:
         return bool(numbers) and any(want is None or want.least <= numbers[-1] for want in wants)
 
     def end(self, error: str, text: str) -> None:
-        """Tell all readers that this server ends."""
+        """Send all readers the reason for which this server ends."""
         newest = f"its last version is {self._published.numbers[-1]}" if self._published.versions else ""
         for identity in self._readers:
             self._send(identity, Detached(error, f"{text}; {newest or 'no version was published'}"))

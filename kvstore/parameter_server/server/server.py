@@ -155,7 +155,7 @@ class Server:
                 self._pool.close()
 
     def _end_readers(self) -> None:
-        """Let readers pull the last version unless the job has failed, and tell them that it is over."""
+        """Wait until readers have the last version, unless the job has failed, and send them the end of the job."""
         died = {f"{role} {rank} {why}" for (role, rank), why in self._scheduler.gone.items() if why}
         died |= {f"the scheduler {self._scheduler.lost}"} if self._scheduler.lost else set()
         self._thread_pool.drain()
@@ -605,7 +605,8 @@ class Server:
             case "state_bytes" | "save" | "load_files":
                 number, *given = msgpack.unpackb(payload)
                 own = rounds.optimizers.shards_of(number, rounds.shards)
-                return self._state_files.run(name, given, [*own.values()], rounds.optimizers.numbered(number)), []
+                optimizers = rounds.optimizers.numbered(number)
+                return self._state_files.run(worker.rank, name, given, [*own.values()], optimizers), []
             case "load":
                 number = msgpack.unpackb(payload)[0]
                 own = rounds.optimizers.shards_of(number, rounds.shards)

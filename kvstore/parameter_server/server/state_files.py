@@ -24,6 +24,7 @@ from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 
 _BATCH_BYTES, _BATCH_SHARDS = 16 << 20, 256
 """Shards whose updates wait for each other's state to be written or read."""
+_MAX_ENDED = 64
 Step = tuple[int, Callable[[], int]]
 """Thread of a step, and the step, which returns the bytes that it has written or read."""
 
@@ -37,30 +38,39 @@ class StateFiles:
     def __init__(self, thread_pool: ThreadPool, server: str, keep: Callable[[Shard], object]) -> None:
         self._thread_pool, self._server, self._keep = thread_pool, server, keep
         self._token = ""
+        self._rank = -1  # of the worker that began it
         self._is_over = True
+        self._ended: dict[str, Exception | None] = {}  # the last ones by token, which their workers may ask for
         self._nbytes = 0
         self._error: Exception | None = None
 
-    def run(self, name: str, given: list[Any], shards: Sequence[Shard], optimizers: ShardOptimizers) -> bytes:
+    def run(
+        self, rank: int, name: str, given: list[Any], shards: Sequence[Shard], optimizers: ShardOptimizers
+    ) -> bytes:
         """Run a command: "state_bytes", or "save" or "load_files", which a worker repeats until the work is over.
 
+        The work of one worker waits for that of another; what a worker began before has been given up.
         ``given`` of these begins with a token of the worker, and the result is ``[is_over, bytes, error, text]``, where
         the error is a class of `remote_errors.ERRORS` or "".
         """
         if name == "state_bytes":
             return bytes(msgpack.packb(sum(map(optimizers.state_bytes, shards))))
         token, folder, *names = given
-        if token != self._token and self._is_over:
-            self._token, self._is_over, self._nbytes, self._error = token, False, 0, None
+        if token not in self._ended and self._is_over:
+            self._token, self._rank, self._is_over, self._nbytes, self._error = token, rank, False, 0, None
             shards = sorted(shards, key=attrgetter("thread"))
             begin = self._save if name == "save" else self._load
             self._continue(begin(shards, optimizers, Path(folder), *names))
-        if token != self._token:  # the worker that began it has given it up
+        elif token not in {self._token, *self._ended} and rank == self._rank:
             self._error = self._error or RuntimeError("another save or load was begun")
-            return bytes(msgpack.packb([False, 0, "", ""]))
-        error = self._error if self._is_over else None
+        error = self._ended.get(token)
         told = ("", "") if error is None else (error_name(error), error_text(error))
-        return bytes(msgpack.packb([self._is_over, self._nbytes, *told]))
+        return bytes(msgpack.packb([token in self._ended, self._nbytes, *told]))
+
+    def _end(self) -> None:
+        self._is_over, self._ended[self._token] = True, self._error
+        if len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _continue(self, steps: Generator[Step]) -> None:
         def run() -> None:
@@ -72,9 +82,10 @@ class StateFiles:
         try:
             thread, step = next(steps) if self._error is None else steps.throw(self._error)
         except StopIteration:
-            self._is_over = True
+            self._end()
         except Exception as error:  # noqa: BLE001  as above
-            self._error, self._is_over = error, True
+            self._error = error
+            self._end()
         else:
             self._thread_pool.run(thread, 1 << 62, run, lambda _: self._continue(steps))
 

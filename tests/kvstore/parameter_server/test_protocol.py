@@ -158,6 +158,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
         (packed(10, "x")[:-2] + b"\xa1\xff", "not msgpack"),  # no UTF-8
         (b"\x91" * 5000, "not a list"),
         (b"\xdd\xff\xff\xff\xff", "not a list"),
+        (packed(22, 1, [[0, "$[99]", [1], 1, b"a", 0, True]], None), r"invalid field: .*'\$\[99\]' - at `shards"),
         (packed(25, 0)[:-1] + b"\x91" * 5000, r"invalid field: .*sequences\[0\]"),
         (packed(25, 0)[:-1] + b"\xdd\xff\xff\xff\xff", "not msgpack"),
         (packed(31, 1, 0)[:-1] + b"\xc6\xff\xff\xff\xff", "invalid field: .*payload"),

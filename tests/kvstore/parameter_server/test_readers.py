@@ -88,6 +88,18 @@ def tensors() -> dict[Any, Tensor]:
     return {key: torch.full(shape, -1.0) for key, shape in SHAPES.items()}
 
 
+def targets(kind: str) -> dict[Any, Tensor]:
+    """Return tensors of which the last one cannot be written."""
+    out = tensors()
+    whole = out.pop("whole")
+    made = {
+        "meta": lambda one: one.to("meta"),
+        "sparse": Tensor.to_sparse,
+        "expanded": lambda one: one[:1].expand(one.shape),
+    }
+    return {**out, "whole": made[kind](whole)}
+
+
 def pulled(reader: Reader, *arguments: Any, **options: Any) -> tuple[int, set[float]]:
     """Pull; return the version and the values."""
     out = tensors()
@@ -135,7 +147,7 @@ def test_values_that_changed_without_a_push_and_further_tensors_are_published(ve
     versioned.publish(0, mean=torch.tensor([0.5], dtype=torch.float64))
     ones = [torch.ones(shape) for shape in SHAPES.values()]
     versioned.job.each(versioned.stores, lambda kv: kv.assign([*SHAPES], ones))
-    versioned.stores[0].publish(1, {"mean": torch.tensor([1.5], dtype=torch.float64)})
+    versioned.stores[0].publish(1, {"mean": torch._neg_view(torch.tensor([-1.5], dtype=torch.float64))})
     with Reader(versioned.address, timeout=LIMIT) as reader:
         out = {**tensors(), "mean": torch.zeros(1, dtype=torch.float64)}
         assert reader.pull(out, newer_than=0) == 1
@@ -205,6 +217,10 @@ WRONG: dict[str, tuple[Callable[[Versioned, Reader], object], type[Exception], s
         "the tensor for 'whole' has shape (5, 3) and dtype float64; in version 5",
     ),
     "newer": (lambda _, reader: reader.pull(tensors(), "5"), ValueError, "newer_than is '5'; expected a version"),
+    "large": (lambda _, reader: reader.pull(tensors(), 1 << 70), ValueError, "expected a version, or None"),
+    "meta": (lambda _, reader: reader.pull(targets("meta")), ValueError, "is on meta, torch.strided; expected a dense"),
+    "sparse": (lambda _, reader: reader.pull(targets("sparse")), ValueError, "torch.sparse_coo; expected a dense"),
+    "expanded": (lambda _, reader: reader.pull(targets("expanded")), ValueError, "is expanded; expected a dense"),
     "none newer": (
         lambda _, reader: reader.pull(tensors(), 5, timeout=0.2),
         StallError,
@@ -552,7 +568,7 @@ def alone(loop: str, steps: int) -> set[str]:
 @pytest.mark.parametrize("loop", ["Trainer", "fit"])
 @pytest.mark.parametrize("role", ["worker", "server", "scheduler"])
 def test_versions_are_whole_whatever_dies_and_change_no_weights(role: str, loop: str, tmp_path: Path) -> None:
-    steps, kills = 100, 2
+    steps, kills = 150, 2
     job = train(tmp_path, loop, steps, publishes=True, kills=kills)
     assert job.stderr is not None
     while not (found := re.search(r"readers attach at (\S+)", job.stderr.readline())):

@@ -116,7 +116,8 @@ def test_each_server_gets_its_share_of_memory(keys: list[KeyLayout], memory: lis
     assert total == sum(layout.nbytes for layout in keys)
     largest = max((shard.nbytes for shards in placed.values() for shard in shards), default=0)
     for load, own in zip(sharding.loads, memory, strict=True):
-        assert abs(load - total * own / sum(memory)) <= max(0.05 * total, largest)
+        part = own / sum(memory)
+        assert abs(load - total * part) <= max(0.05 * total, largest, (len(memory) - 1) * part * largest)
 
 
 @pytest.mark.parametrize("is_table", [False, True])

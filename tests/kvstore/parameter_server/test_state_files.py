@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,17 @@ def test_a_damaged_part_changes_nothing(tmp_path: Path, number: int, at: int) ->
         assert_equal(weights(kv), changed)
 
 
+def test_a_part_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    before, _ = saved(path, ADAM)
+    first_part, second_part = parts_of(path)
+    second_part.write_bytes(first_part.read_bytes())
+    with Job(1) as job, job.stores()[0] as kv:
+        begin(kv, ADAM, before)
+        with pytest.raises(ValueError, match=rf"{second_part.name} is a copy of {first_part.name}"):
+            kv.load_optimizer_states(path)
+
+
 def test_parts_that_a_server_does_not_see_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "states"
     saved(path, ADAM)
@@ -270,6 +282,39 @@ def test_a_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def no_space(*_: object) -> int:
     raise OSError(28, "No space left on device")
+
+
+def test_a_save_that_fails_on_one_server_leaves_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = PartWriter.write
+
+    def fails(writer: PartWriter, number: int) -> int:
+        if "-0.part" in writer._file.name:
+            no_space()
+        time.sleep(0.1)
+        return write(writer, number)
+
+    monkeypatch.setattr(PartWriter, "write", fails)
+    with Job(1, 2) as job, job.stores()[0] as kv:
+        begin(kv, ADAM)
+        step(kv, 1)
+        with pytest.raises(kvstore.errors.DiskFullError, match=r"-0\.part cannot be written"):
+            kv.save_optimizer_states(tmp_path / "states")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("names", [("states", "states"), ("states-0", "states-1")])
+def test_workers_may_save_at_the_same_time(tmp_path: Path, names: tuple[str, str]) -> None:
+    with Job(2, 2) as job:
+        stores = job.stores()
+        job.each(stores, lambda kv: begin(kv, ADAFACTOR))
+        job.each(stores, lambda kv: step(kv, 1))
+        for _ in range(5):
+            job.each(stores, lambda kv: kv.save_optimizer_states(tmp_path / names[kv.rank]))
+            found = [state_parts.load_whole(tmp_path / name).tensors for name in names]
+            assert found[0]
+            assert_equal({**found[0]}, {**found[1]})
 
 
 def test_a_message_that_is_too_large_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
