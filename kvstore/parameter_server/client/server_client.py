@@ -361,7 +361,6 @@ class ServerClient:
         connection.channel.close()
         connection.address, connection.channel = address, self._open(address)
         connection.greeted = connection.has_hello = False
-        self._last_read[self._connections.index(connection)] = 0
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout

@@ -60,14 +60,14 @@ class ShardRounds:
         """True in a restarted server until all workers have repeated their requests: no round is closed."""
         self.keeps_former = False
         """True if workers that start again may pull the value before the current one."""
-        self.stopped_by_readers: set[Shard] = set()
-        """Shards with too many values that are read; nothing tells when they are not any more."""
+        self.stopped_by_unread: set[Shard] = set()
+        """Shards with too many values that workers have not read; no message tells when they have."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
         self.in_collectives: dict[int, tuple[str, int]] = {}
         """Workers that wait in a collective for other workers, with the call's name and number: meanwhile
         acknowledgements to the others are not withheld, and in async mode they do not bound the staleness of others."""
-        self.published = Published(thread_pool)
+        self.published = Published()
         self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
         self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
         self._leaving: set[int] = set()  # workers of earlier views that may still pull the value after their last round
@@ -196,12 +196,12 @@ class ShardRounds:
         """Return what stops the next round of a shard, and the workers that it waits for; "" if nothing does.
 
         "missing": pushes. "held": this server was restarted, and workers may repeat what the former process had.
-        "readers": more values are read than workers in turn can need.
+        "unread": workers have yet to read more values than a shard keeps.
         """
         missing = self._missing(shard, shard.closed + 1)
         if missing:
             return "missing", missing
-        return ("held" if self.is_held else "readers" if shard in self.stopped_by_readers else ""), missing
+        return ("held" if self.is_held else "unread" if shard in self.stopped_by_unread else ""), missing
 
     def _unfinished(self) -> Iterator[tuple[Shard, Round | None, str, frozenset[int]]]:
         """Yield each shard whose next round has begun or is waited for, that round, and its `guard`."""
@@ -230,10 +230,10 @@ class ShardRounds:
                 if not self.is_held:
                     self._close(shard, shard.open[shard.closed + 1])
 
-    def look_at_readers(self) -> None:
-        """Let `advance` examine the shards again that readers have stopped."""
-        self._changed |= self.stopped_by_readers
-        self.stopped_by_readers.clear()
+    def look_at_unread(self) -> None:
+        """Let `advance` examine the shards again that `guard` calls "unread"."""
+        self._changed |= self.stopped_by_unread
+        self.stopped_by_unread.clear()
 
     def _free_slot(self, shard: Shard, *, is_bounded: bool = True) -> Slot | None:
         """Return memory for the next value of a shard: that of one which nobody needs, perhaps the current one's.
@@ -244,12 +244,13 @@ class ShardRounds:
         needed = [self.last_push(shard, rank) for rank in self._leaving] if self._leaving else ()
         current = shard.slot
         if not (self.keeps_former or self.kept is not None or current.is_needed(needed)):
+            current.stamp = 0
             return current
         slot = next((one for one in shard.slots if one is not current and not one.is_needed(needed)), None)
-        if slot is None and (not is_bounded or len(shard.slots) < 2 + len(self.ranks())):
+        if slot is None and (not is_bounded or sum(bool(one.unread) for one in shard.slots) < 2 + len(self.ranks())):
             slot = self._add_slot(shard)
         if slot is not None:
-            slot.first, slot.last = 1, 0
+            slot.first, slot.last, slot.stamp = 1, 0, 0
         return slot
 
     def _close(self, shard: Shard, this: Round) -> None:
@@ -257,7 +258,7 @@ class ShardRounds:
         keeps_sums = optimizers is not None and optimizers.keeps_sums
         slot = None if keeps_sums else self._free_slot(shard)
         if slot is None and not keeps_sums:
-            self.stopped_by_readers.add(shard)
+            self.stopped_by_unread.add(shard)
             return
         shard.state = State.UPDATING
         if recorder.current is not None:
@@ -318,17 +319,9 @@ class ShardRounds:
     ) -> None:
         """Run an update in a shard's thread, and publish the value that it writes; ``slot`` is None if it writes none.
 
-        Where memory outlives this process, it happens completely or not at all.
-
-        Args:
-            shard: to update.
-            slot: memory that the update writes.
-            number: of the round after which it is the value.
-            rows: rows that change; None: all.
-            nbytes: bytes that the update touches.
-            update: called in the thread.
-            note: called there with its error, before that becomes final.
-            end: called in the main thread with its error; "": success.
+        Where memory outlives this process, it happens completely or not at all. ``number`` is the round after which it
+        is the value; ``rows`` change, None: all. ``note`` is called in the thread with an error before that becomes
+        final, ``end`` then in the main thread with its text, "" after success.
         """
         kept = self.kept
 
@@ -411,8 +404,8 @@ class ShardRounds:
             self._note_problem(shard, this, problem)
         self._closed(shard, this)
 
-    def leave_to_readers(self, shard: Shard) -> None:
-        """Copy the current value of a shard if workers read it, before it is changed in place."""
+    def keep_unread(self, shard: Shard) -> None:
+        """Copy the current value of a shard if workers have yet to read it, before it is changed in place."""
         if shard.slot.is_needed():
             slot = self._free_slot(shard, is_bounded=False)
             assert slot is not None

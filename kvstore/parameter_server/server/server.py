@@ -132,7 +132,7 @@ class Server:
         """Serve until the scheduler ends the job or is lost."""
         try:
             while not (self._scheduler.is_over or self._scheduler.lost):
-                is_polling = self._sessions.due or self._rounds.stopped_by_readers
+                is_polling = self._sessions.due or self._rounds.stopped_by_unread
                 tick_ms = _READ_MS if is_polling else _TICK_MS
                 if self._readers.due:
                     tick_ms = self._readers.wait_ms(tick_ms)
@@ -195,8 +195,8 @@ class Server:
 
     def _advance(self) -> None:
         """Close complete rounds and answer waiters; run commands once all rounds are settled."""
-        if self._rounds.stopped_by_readers:
-            self._rounds.look_at_readers()
+        if self._rounds.stopped_by_unread:
+            self._rounds.look_at_unread()
         while True:
             self._rounds.advance()
             self._sessions.flush()
@@ -389,7 +389,7 @@ class Server:
         for one, data in zip(definitions, datas, strict=True):
             shard = self._rounds.shards.get(one.number)
             if shard is not None:
-                self._rounds.leave_to_readers(shard)
+                self._rounds.keep_unread(shard)
             else:
                 slot = Slot(*self._allocate(one.shape, one.dtype))
                 thread = self._thread_pool.assign(one.nbytes)
@@ -400,10 +400,9 @@ class Server:
             fits = 0 <= first <= shard.flat.numel() - count and (not one.is_whole or count == shard.flat.numel())
             if not fits or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
-            self._rounds.published.forget(shard)
             for slot in shard.slots:
                 slot.behind = None
-            shard.slot.filled = None
+            shard.slot.filled, shard.slot.stamp = None, 0
             if data.nbytes:
                 shard.flat[first : first + count].view(torch.uint8).copy_(data)
             else:
@@ -661,7 +660,7 @@ class Server:
         if self._kept is not None:
             self._kept.remove(removed)
         for shard in removed:
-            self._rounds.published.forget(shard)
+            self._rounds.published.remove(shard)
             self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
         if self._pool is not None:
             for slot in [slot for shard in removed for slot in shard.slots]:

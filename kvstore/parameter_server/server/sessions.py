@@ -45,8 +45,8 @@ class WorkerSession:
     """True if it reads values in this server's memory."""
     word: Words | tuple[int] = (0,)
     """Word of its memory, or in its place the last one of a `Push`: number of the last `Values` that it has read."""
-    number: int = 0
-    """Number of the last ones that it was sent."""
+    number: int = field(default_factory=time.monotonic_ns)
+    """Number of the last ones that it was sent; higher than those of a former process of the server."""
     acks: list[int] = field(default_factory=list)
     """Acknowledgements to send, together and when the server is idle unless one is urgent."""
     acks_are_due: bool = False
@@ -239,40 +239,36 @@ class Sessions:
             if not worker.acks:
                 self._deferred.pop(worker, None)
         codec = self.pull_codec
-        in_place: list[tuple[Waiter, Shard, Slot]] = []
-        others: list[tuple[Waiter, Shard, Slot]] = []
-        for one in ready:
-            waiter, _, slot = one
-            is_coded = codec is not None and slot.flat.is_floating_point()
-            is_copied = waiter.rows is not None or is_coded or slot.flat.nbytes <= INLINE or not worker.shares_memory
-            (others if is_copied else in_place).append(one)
-        for _, _, slot in ready if self.is_sync else in_place:
-            slot.readers[worker] = worker.number + bool(in_place) + bool(others)
-        if in_place:
-            worker.number += 1
-            self.sent_bytes += sum(slot.flat.nbytes for _, _, slot in in_place)
-            entries = [
-                (shard.number, min(slot.last, shard.closed), DENSE, slot.flat.nbytes) for _, shard, slot in in_place
-            ]
-            offsets = [slot.offset for _, _, slot in in_place]
-            self.send(worker.identity, Values(sequence, worker.number, entries, offsets))
-        if others:
-            entries = []
-            datas: list[Tensor] = []
-            transfers: list[MessageTracker] = []
-            for waiter, shard, slot in others:
-                data, kind = slot.flat, DENSE
-                if waiter.rows is not None:
-                    data, kind = slot.flat.view(-1, shard.width).index_select(0, waiter.rows), ROWS
-                elif codec is not None and data.is_floating_point():
-                    data, kind = codec.encode(data), CODED
-                elif data.nbytes > INLINE:
+        placed: list[tuple[int, int, int, int]] = []
+        copied: list[tuple[int, int, int, int]] = []
+        offsets: list[int] = []
+        datas: list[Tensor] = []
+        transfers: list[MessageTracker] = []
+        worker.number += 2
+        for waiter, shard, slot in ready:
+            data, kind, is_placed = slot.flat, DENSE, False
+            if waiter.rows is not None:
+                data, kind = slot.flat.view(-1, shard.width).index_select(0, waiter.rows), ROWS
+            elif codec is not None and data.is_floating_point():
+                data, kind = codec.encode(data), CODED
+            elif data.nbytes > INLINE:
+                is_placed = worker.shares_memory
+                if not is_placed:
                     slot.transfers.append(transfers)
-                entries += ((shard.number, min(slot.last, shard.closed), kind, data.nbytes),)
+            entry = shard.number, min(slot.last, shard.closed), kind, data.nbytes
+            if is_placed:
+                placed += (entry,)
+                offsets += (slot.offset,)
+            else:
+                copied += (entry,)
                 datas += (data,)
-                self.sent_bytes += data.nbytes
-            worker.number += 1
-            header = protocol.pack(Values(sequence, worker.number, entries, []))
+            if is_placed or self.is_sync:
+                slot.unread[worker] = worker.number
+            self.sent_bytes += data.nbytes
+        if placed:
+            self.send(worker.identity, Values(sequence, worker.number - bool(copied), placed, offsets))
+        if copied:
+            header = protocol.pack(Values(sequence, worker.number, copied, []))
             self._listener.send(worker.identity, [header, *map(frame_of, datas)], transfers)
 
     def fail(self, waiter: Waiter, error: str, text: str, once: bool) -> None:

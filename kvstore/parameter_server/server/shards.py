@@ -106,8 +106,10 @@ class Slot:
     behind: Tensor | None = None
     """Rows outside of which the value is the current one; None: unknown."""
     pins: int = 0
-    """Number of answers with the value that have not been sent."""
-    readers: dict[Reading, int] = field(default_factory=dict)
+    """Number of answers with the value that have not been sent, and of published versions that have it."""
+    stamp: int = 0
+    """Number of the value among published ones; 0: it was not published."""
+    unread: dict[Reading, int] = field(default_factory=dict)
     """Workers that were sent it, and the number of the last `Values` with it, until they have read them."""
     is_written: bool = False
     """True while a thread writes the next value into it."""
@@ -121,10 +123,10 @@ class Slot:
         """Return whether a worker reads the value, or is to get it, or it is that after one of these rounds."""
         if self.transfers:
             self.transfers = [frames for frames in self.transfers if not all(one.done for one in frames)]
-        for worker, number in [*self.readers.items()]:
+        for worker, number in [*self.unread.items()]:
             if worker.word[0] >= number:
-                del self.readers[worker]
-        if self.pins or self.transfers or self.readers:
+                del self.unread[worker]
+        if self.pins or self.transfers or self.unread:
             return True
         return bool(rounds) and any(self.first <= number <= self.last for number in rounds)
 

@@ -273,6 +273,7 @@ class Listener:
                 lost = [identity for identity, source in self._remote.items() if source == event["value"]]
                 for identity in lost:
                     del self._remote[identity]
+                    self._sending.pop(identity, None)
                 self._lost.update(lost)
             elif event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_warned:
                 self._has_warned = True

@@ -552,8 +552,8 @@ def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost(offe
         zero.pull(two.next(), 99, 0)
         assert zero.receive()[0].error == "MismatchError"
         assert one.has_nothing()
-        assert server._rounds.guard(shard)[0] == "readers"
-        assert server.status()["waits"][0]["what"] == "round 6 of key 'key' (readers)"
+        assert server._rounds.guard(shard)[0] == "unread"
+        assert server.status()["waits"][0]["what"] == "round 6 of key 'key' (unread)"
         words[0] = again.number  # it has also read what it got before
         values = one.receive()[0]
         assert (values.entries, value(values)) == ([(5, 6, DENSE, 4 * count)], [12])
@@ -563,6 +563,25 @@ def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost(offe
             "MismatchError",
             "the value of key 'key' after round 1 is not kept any more: round 6 is closed",
         )
+
+
+def test_what_was_read_from_a_former_process_of_a_server_says_nothing_of_this_one() -> None:
+    numbers = []
+    for _ in range(2):  # with each a worker, which shares no memory, has the value after round 1
+        with Job(1) as job, RawWorkers(job) as workers:
+            (client,) = workers.clients
+            client.define(1, 5, [FLOATS], bytes(NBYTES))
+            client.push(2, 5, 1, bytes_of(FIRST))
+            assert client.receive()[0] == Ack([2])
+            client.pull(3, 5, 1)
+            numbers.append(client.receive()[0].number)
+            client._last_read = numbers[0]  # of a push that the worker repeats in a restarted server
+            client.push(4, 5, 2, bytes_of(FIRST))
+            assert client.receive()[0] == Ack([4])
+            client.pull(3, 5, 1)  # again, as the answer was lost
+            answer, _ = client.receive()
+            assert isinstance(answer, Values) == (len(numbers) > 1), answer
+    assert numbers[1] > numbers[0]
 
 
 @pytest.mark.parametrize("word", [4, 4096, 2**61])
