@@ -148,7 +148,10 @@ class _UndoArea:
         return [(self._words[1], self._words[2])] if self._words[2] else []
 
     def undo(self) -> list[int]:
-        """Undo the update that a killed process has left incomplete, if any; return the offset of its value."""
+        """Undo the update that a killed process has left incomplete, if any; return the offset of its value.
+
+        It is undone again until its shard's record is written, or `clear` is called.
+        """
         words = self._words
         is_open = bool(words[0]) and Record(self._pool, words[3], is_new=False).version == words[4]
         if is_open:
@@ -158,7 +161,6 @@ class _UndoArea:
             for offset, nbytes in zip(table[::2], table[1::2], strict=True):
                 ctypes.memmove(self._base + offset, self._base + at, nbytes)
                 at += aligned(nbytes)
-        self.clear()
         return [words[5]] if is_open else []
 
 
@@ -232,6 +234,7 @@ class KeptMemory:
             ranges += area.ranges()
         content = self._definitions.read()
         rates: _Rates = {}
+        torn: list[tuple[Shard, int | None]] = []  # with the numbers of their optimizers
         for packed in msgpack.unpackb(content) if content else ():
             number, dtype, shape, width, key, begin, is_whole, thread, at = packed
             record = Record(self.pool, at, is_new=False)
@@ -245,11 +248,17 @@ class KeptMemory:
             kept = self._shards[number] = _KeptShard(shard, record)
             ranges += [(slot.offset, slot.flat.nbytes) for slot in slots]
             ranges += [(at, _RECORD_BYTES), *record.ranges()]
+            if len(slots) < len(values):
+                torn.append((shard, content[3]))
             self._restore(kept, content, optimizers, rates)
             ranges += [(offset, tensor.nbytes) for tensor, offset in [*kept.state.values(), *kept.sums]]
         for (number, thread), (_, rate) in rates.items():
             optimizers[number].set_learning_rate(thread, rate)
         self.pool.reserve(ranges)
+        for shard, group in torn:  # before its memory is used for something else
+            self.save(shard, shard.closed, None if group is None else optimizers.get(group))
+        for area in self._undo_areas:
+            area.clear()
         return [kept.shard for kept in self._shards.values()]
 
     def _restore(

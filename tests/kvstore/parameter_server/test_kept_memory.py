@@ -87,6 +87,25 @@ def test_what_was_counted_handled_and_refused_comes_back(memory: Callable[[], Ke
 
 
 @torch.no_grad()
+def test_memory_of_an_interrupted_update_belongs_to_nobody(memory: Callable[[], KeptMemory]) -> None:
+    first = Start(memory())
+    first.update(0.5)
+    first.update(0.25)
+    first.update(1.0, is_final=False)
+    (torn,) = (slot.offset for slot in first.shard.slots if slot is not first.shard.slot)
+    memory()  # killed before it has restored anything
+    second = Start(memory())
+    assert second.kept.undone == 1
+    assert [slot.offset for slot in second.shard.slots] == [first.shard.slot.offset]
+    other = second.kept.pool.allocate(4 * NUMEL)
+    assert other == torn  # it has another owner, though the shard has not changed
+    third = Start(memory())
+    assert third.kept.undone == 0
+    assert [slot.offset for slot in third.shard.slots] == [first.shard.slot.offset]
+    check_same(third.state(), second.state())
+
+
+@torch.no_grad()
 def test_removed_shards_free_their_memory(memory: Callable[[], KeptMemory]) -> None:
     first = Start(memory())
     first.update(0.5)
