@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gangline.kvstore.nan_check import checks_finite, not_finite
+from gangline.kvstore.reducer.sharded_weights import is_divided
 from gangline.models.balanced_batch import NOTHING_COUNTS, BatchesOfNetworks, WeakCall, of_parameter, weighted
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 
@@ -277,7 +278,7 @@ def replicated(networks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for index, network in enumerate(networks):
-        if not FullyShardedDataParallel.fsdp_modules(network):  # whose parameters are flat
+        if not (is_divided(network) or FullyShardedDataParallel.fsdp_modules(network)):  # whose parameters are flat
             suffix = f" of network {index}" if len(networks) > 1 else ""
             named = network.named_parameters()
             found |= {f"{name}{suffix}": one for name, one in named if _is_replica(network, name, one)}
