@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from gangline.models.balance.evaluation import balance as balance
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights as load_weights
-    from gangline.models.loop.monitor import Monitor as Monitor
     from gangline.models.loop.schedules import TorchScheduler as TorchScheduler
     from gangline.models.loss.gather_rows import gather_rows as gather_rows
     from gangline.models.metrics.metric import create_metric as create_metric
@@ -83,7 +82,6 @@ _HOMES = {
     "kvstore.workload": ("split_batch",),
     "models.batchnorm.distributed_batchnorm": ("convert_sync_batchnorm",),
     "models.checkpoint.checkpoint": ("load_weights",),
-    "models.loop.monitor": ("Monitor",),
     "models.loop.schedules": ("TorchScheduler",),
     "models.metrics.metric": ("create_metric",),
     "models.module": ("Module",),

@@ -84,7 +84,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
         train.close()
         if evaluation is not None:
             evaluation.close()
-        for callback in callbacks.all if options.monitor is None else [*callbacks.all, options.monitor]:
+        for callback in callbacks.all:
             if hasattr(callback, "close"):
                 callback.close()
 
@@ -220,8 +220,6 @@ def _run(
         begin_epoch, skip, module.run_state.step = began
     if kept is None:
         _log_beginning(module, savers, options, saved, begin_epoch, skip)
-    if options.monitor is not None:
-        module.install_monitor(options.monitor)
     loop = Epochs(module, train, evaluation, metric, validation, scheduler, frequency, callbacks, per_epoch, options)
     with _locked_prefixes(module, savers, alone=kept is not None):
         return loop.run(begin_epoch, skip, saved, kept)

@@ -1,8 +1,8 @@
 """A stand-in for torchcomms: its Python interface for backends, without its C++ library.
 
 `install` makes it importable. Names, arguments and defaults are those that torchcomms documents for backends in Python:
-the class is registered by its module, made without arguments, and called with positional arguments; a call returns None,
-or an object with ``wait()``.
+the class is registered by its module, made without arguments, and called with positional arguments; a call returns
+None, or an object with ``wait()``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from measure import labelled, same_bits
 from torch import nn
 
-from gangline import Module, Monitor, cpu
+from gangline import Module, cpu
 from gangline.callback import do_checkpoint
 from gangline.models.metrics.metric import create as create_metric
 
@@ -78,19 +78,6 @@ def test_update_metric_counts_the_last_outputs() -> None:
             module.forward(data[part], is_train=False)
             module.update_metric(metric, [label[part]])
     assert metric.get_name_value() == [("accuracy", pytest.approx(expected))]
-
-
-def test_an_installed_monitor_sees_the_steps_of_a_loop_of_ones_own() -> None:
-    data, label = batch()
-    monitor = Monitor(1, pattern="weight|bias")
-    with module_of() as module:
-        module.init_optimizer("local", "sgd", {"lr": 0.1})
-        module.install_monitor(monitor)
-        monitor.tic()
-        module.forward_backward(data, label)
-        names = [name for _, name, _ in monitor.toc()]
-        monitor.close()
-    assert names == ["weight", "weight_grad", "bias", "bias_grad"]
 
 
 def test_saved_params_load_into_another_module_and_into_plain_torch(tmp_path: Path) -> None:

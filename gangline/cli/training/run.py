@@ -43,7 +43,6 @@ from gangline.models.data.sources import read_speed
 from gangline.models.loop import schedules
 from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.epochs import LEFT
-from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
 from gangline.models.reports.page import TrainingProgress
@@ -152,7 +151,6 @@ def _fit_and_score(
                 optimizer_params=optimizer_params,
                 lr_scheduler=schedule,
                 validation_metric=[*metrics, "loss"] if options.plots else None,
-                monitor=Monitor(options.monitor) if options.monitor else None,
                 resume=resume,
                 **callbacks,
             )
