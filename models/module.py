@@ -839,7 +839,7 @@ class Module:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, prefix: str | Path, epoch: int | str, save_optimizer_states: bool = False) -> None:
-        """Write the checkpoint files ``PREFIX-0003.*``, or ``PREFIX-best.*``.
+        """Write the checkpoint ``PREFIX-0003``, a folder, or ``PREFIX-best``.
 
         Collective: all workers must call it; rank 0 writes, and all return when the files are complete.
 

@@ -145,7 +145,7 @@ def test_a_sweep_trains_with_each_combination_of_options_and_a_second_one_with_t
     assert "lr" in (folders[2] / "log.txt").read_text()
     log = (folders[0] / "log.txt").read_text()
     assert "Epoch[1] Validation-accuracy" in log
-    assert {"net-best.safetensors", "net.html"} <= {path.name for path in folders[0].iterdir()}
+    assert {"net-best", "net.html"} <= {path.name for path in folders[0].iterdir()}
     (folders[1] / "accuracy.txt").unlink()  # as if it had been stopped after its last checkpoint
     assert sweep(grid, DEVICES, str(tmp_path)) == found
     assert (folders[0] / "log.txt").read_text() == log

@@ -13,7 +13,7 @@ from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.restart_variables import restart_number, run_id
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.checkpoint import BEST, orphaned_weights, writing
+from gangline.models.checkpoint.checkpoint import BEST, writing
 from gangline.models.checkpoint.checkpoint import epochs as saved_epochs
 from gangline.models.console_log import log_to_stderr
 from gangline.models.data.sources import Source, source
@@ -407,13 +407,7 @@ def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpo
     if existing:
         return checkpoint.read(prefix, existing[-1])
     if resume != "auto":
-        raise FileNotFoundError(f"there is no checkpoint {prefix}-*.json to resume from")
-    orphan = orphaned_weights(prefix)
-    if orphan is not None:
-        raise ValueError(
-            f"{orphan} exists, but the JSON file beside it does not, so the run cannot be resumed; restore it, or "
-            "remove the weights to start a new run"
-        )
+        raise FileNotFoundError(f"there is no checkpoint {prefix}-NNNN to resume from")
     return None
 
 
