@@ -119,8 +119,8 @@ def _blame(name: str, how: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # user code raises any type
-        frames = traceback.extract_tb(error.__traceback__)
-        frames = [frame for frame in frames if not frame.filename.startswith(_OUR_FRAMES)]
+        tried = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in tried if not frame.filename.startswith(_OUR_FRAMES)]
         if isinstance(error, SyntaxError):
             frames.append(traceback.FrameSummary(error.filename or "", error.lineno, ""))
         if not frames:
