@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from gangline.kvstore.nan_check import checks_finite, not_finite
 from gangline.models.balanced_batch import NOTHING_COUNTS, BatchesOfNetworks, WeakCall, of_parameter, weighted
@@ -41,24 +40,25 @@ class GradientWeights:
     The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], batches: BatchesOfNetworks, *, is_tracked: bool) -> None:
-        """Add the hooks; `close` removes them. Collective with FSDP2, whose parameters are gathered.
+    def __init__(
+        self, networks: Sequence[nn.Module], batches: BatchesOfNetworks, reduction: Reduction | None = None
+    ) -> None:
+        """Add the hooks, which ``batches`` removes. Collective with FSDP2, whose parameters are gathered.
 
-        The networks are the modules that the training loop calls, with their wrappers. ``is_tracked``: their all-reduce
-        is tracked where it can be.
+        The networks are the modules that the training loop calls, with their wrappers; ``reduction`` is theirs.
         """
-        _check_batchnorm(networks)
-        self._batches = batches
+        for name, layer in (pair for network in networks for pair in network.named_modules()):
+            if isinstance(layer, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"layer {name!r} is torch's SyncBatchNorm, whose backward sums gradients of ranks without their "
+                    "weights; call gangline.convert_sync_batchnorm(network) before the network is wrapped"
+                )
+        self._networks, self._batches, self._reduction = networks, batches, reduction
         self._is_warned = False
-        self.reduction = reduction_of(networks) if is_tracked else None
-        """Tracks the all-reduce; None: skip() is not possible."""
-        self._networks = list(networks)
         self._unreduced = _frozen_at_wrapping(networks)
-        self._hooks: list[RemovableHandle] = []
         self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = weakref.WeakKeyDictionary()
         self._without_wrapper: set[tuple[torch.Size, ...]] = set()  # shapes of the parameters of an optimizer
-        self._hooks.append(register_optimizer_step_pre_hook(WeakCall(self._check_step)))
-        self.close = weakref.finalize(self, _remove, weakref.ref(batches), self._hooks)
+        batches.hooks.append(register_optimizer_step_pre_hook(WeakCall(self._check_step)))
         for unit in (module for network in networks for module in network.modules() if isinstance(module, FSDPModule)):
             self._add_to_gathered(unit)
         self.add_new_parameters()
@@ -66,8 +66,8 @@ class GradientWeights:
     def _weighted(self, gradient: Tensor) -> Tensor | None:
         """Return a gradient times the weight of its batch; None: unchanged."""
         batch = self._batches.note_gradient()
-        if self.reduction is not None:
-            self.reduction.note_gradient()
+        if self._reduction is not None:
+            self._reduction.note_gradient()
         if batch is None and self._batches.has_begun and not self._is_warned:
             self._is_warned = True
             _log.warning(
@@ -117,7 +117,7 @@ class GradientWeights:
         calls: list[Callable[..., Any]] = [WeakCall(self._weighted)]
         if checks_finite():
             calls.append(partial(WeakCall(self._check_finite), name))
-        self._hooks += [parameter.register_hook(call) for call in calls]  # type: ignore[no-untyped-call]
+        self._batches.hooks += [parameter.register_hook(call) for call in calls]  # type: ignore[no-untyped-call]
         if is_frozen:
             parameter.requires_grad_(False)
 
@@ -127,9 +127,9 @@ class GradientWeights:
         values = gradient._values() if gradient.is_sparse else gradient
         if values.isfinite().all():
             return
-        if self.reduction is None:
+        if self._reduction is None:
             raise not_finite(name, dist.get_rank())
-        self.reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
+        self._reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
@@ -229,22 +229,6 @@ def averages(network: nn.Module, name: str) -> bool:
     return name.removeprefix("_orig_mod.").removeprefix("module.") not in model.parameters_to_ignore
 
 
-def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
-    for name, layer in (pair for network in networks for pair in network.named_modules()):
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise ValueError(
-                f"layer {name!r} is torch's SyncBatchNorm, whose backward sums gradients of ranks without their "
-                "weights; call gangline.convert_sync_batchnorm(network) before the network is wrapped"
-            )
-
-
-def _remove(owner: weakref.ref[BatchesOfNetworks], hooks: list[RemovableHandle]) -> None:
-    while hooks:
-        hooks.pop().remove()
-    for parameter in [parameter for parameter, of in of_parameter.items() if of is owner or of() is None]:
-        del of_parameter[parameter]
-
-
 def wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     """Return the type of a wrapper that averages gradients, with one of the parameters; None: there is none."""
     wanted = {id(parameter) for parameter in parameters}
@@ -252,9 +236,9 @@ def wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     if (deepspeed := sys.modules.get("deepspeed")) is not None:
         kinds = (*kinds, deepspeed.DeepSpeedEngine)
     found = [
-        module
-        for module in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-        if any(id(parameter) in wanted for parameter in module.parameters())
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), kinds) and any(id(parameter) in wanted for parameter in thing.parameters())
     ]
     if not found:
         return None
@@ -377,24 +361,24 @@ class Reduction:
         self.enter_forward()
         self._is_completing = True
         try:
-            with torch.enable_grad():
-                self._zeros().backward()
+            torch.autograd.backward(self._zeros())
         finally:
             self._is_completing = False
             self.arrived, self.is_partial, self.is_ended = 0, False, True
 
     def _zeros(self) -> Any:
-        """Return a tensor with zero gradients with respect to the parameters that have no gradient yet."""
-        if not self.arrived:
-            output = _Zeros.apply(*self._parameters)  # type: ignore[no-untyped-call]
-            return self._model._post_forward(output)  # type: ignore[no-untyped-call]
-        count, missing = len(self._parameters), [one for one in self._parameters if one.grad is None]
-        if not missing or count - len(missing) > self.arrived:
-            raise RuntimeError(
-                f"backward failed after {self.arrived} of {count} gradients, and an earlier one had brought others, so "
-                "it is not known which are reduced already; restart from a checkpoint"
-            )
-        return _Zeros.apply(*missing)  # type: ignore[no-untyped-call]
+        """Return tensors with zero gradients with respect to the parameters that have no gradient yet."""
+        parameters = self._parameters
+        if self.arrived:
+            count, parameters = len(parameters), [one for one in parameters if one.grad is None]
+            if not parameters or count - len(parameters) > self.arrived:
+                raise RuntimeError(
+                    f"backward failed after {self.arrived} of {count} gradients, and an earlier one had brought "
+                    "others, so it is not known which are reduced already; restart from a checkpoint"
+                )
+        with torch.enable_grad():  # sums of no values, for 0 times NaN is NaN
+            zeros = [one.unsqueeze(0)[:0].abs().sum() for one in parameters if one.requires_grad]
+            return zeros if self.arrived else self._model._post_forward(zeros)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
@@ -407,19 +391,6 @@ class Reduction:
         """Remove the gradient, so that the optimizer does nothing."""
         for parameter in self._parameters:
             parameter.grad = None
-
-
-class _Zeros(torch.autograd.Function):
-    """A tensor with zero gradients with respect to the given parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)
 
 
 def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:

@@ -76,7 +76,7 @@ class IterableBatches:
         With ``arrangement`` the loader returns lists of samples, which are collated here once they are cut.
         """
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
-        self._is_same, self._size, self._balance = is_same, size, balance
+        self._is_same, self.size, self._balance = is_same, size, balance
         self._arrangement, self._budget = arrangement, budget
 
     def shares(self, batches: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
@@ -98,7 +98,7 @@ class IterableBatches:
         """Set the samples of a global batch; ValueError if a budget decides them."""
         if self._budget:
             raise ValueError(f"global_batch is set to {size}, but budget={self._budget} decides the size of batches")
-        self._size = size
+        self.size = size
 
     def read_ahead(self) -> None:
         """Do nothing: each rank reads its stream alone."""
@@ -110,17 +110,17 @@ class IterableBatches:
         if self._is_same and own_iteration(loader) is None:
             samples = length_of(loader.dataset)
             if samples is not None and loader.drop_last:
-                return samples // batch_size * batch_size // self._size
-        elif self._is_same and self._batch_size and not self._size % batch_size:  # its last batch may be smaller
+                return samples // batch_size * batch_size // self.size
+        elif self._is_same and self._batch_size and not self.size % batch_size:  # its last batch may be smaller
             samples = None if (batches := length_of(loader)) is None else batches * batch_size
         if samples is None:
             raise TypeError("the streams have no length, so the number of batches is not known")
-        return -(-samples // self._size)
+        return -(-samples // self.size)
 
     def _of_same(self, samples: JoinedBatches, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
-        while skip > 0 and (left_out := samples.take(min(skip, self._size))[0]):
+        while skip > 0 and (left_out := samples.take(min(skip, self.size))[0]):
             skip -= left_out
-        while (taken := samples.take(self._size))[0]:
+        while (taken := samples.take(self.size))[0]:
             total, batch = taken
             split = self._balance.split
             counts = split.counts(total)
@@ -133,18 +133,18 @@ class IterableBatches:
         repeated: Any = None
         while True:
             split = self._balance.split
-            own, batch = samples.take(split.counts(self._size)[split.rank])
+            own, batch = samples.take(split.counts(self.size)[split.rank])
             if own:
                 repeated = samples.cut(batch, 0, split.minimum)
             elif repeated is None:
                 raise self._has_no_samples()
-            yield BalancedBatch(samples=own, cost=own, agreed=self._size), batch if own else repeated
+            yield BalancedBatch(samples=own, cost=own, agreed=self.size), batch if own else repeated
 
     def _cut(
         self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int
     ) -> Iterator[tuple[BalancedBatch, list[Any]]]:
         """Return this rank's part of each global batch of the same stream, by cost."""
-        order = iter(lambda: list(islice(samples, self._size)), [])  # `resize` holds from the next batch on
+        order = iter(lambda: list(islice(samples, self.size)), [])  # `resize` holds from the next batch on
         if not arrangement.joins:
             skip -= sum(1 for _ in islice(samples, skip))
         for batch in arrangement.batches(order, seed, skip):
@@ -153,7 +153,7 @@ class IterableBatches:
 
     def _filled(self, arrangement: Arrangement, samples: Iterator[Any]) -> Iterator[tuple[BalancedBatch, list[Any]]]:
         """Fill shares from this rank's own stream up to its part of the budget; then repeat a sample of weight 0."""
-        lengths, minimum = arrangement.lengths, self._balance.minimum
+        lengths, minimum = arrangement.lengths, self._balance.split.minimum
         first = sample = next(samples, _END)
         if first is _END:
             raise self._has_no_samples()
@@ -173,6 +173,6 @@ class IterableBatches:
 
     def _has_no_samples(self) -> ValueError:
         return ValueError(
-            f"the stream of rank {self._balance.rank} has no samples, so that rank has no batch to take part with; "
-            "expected at least one sample on each rank"
+            f"the stream of rank {self._balance.split.rank} has no samples, so that rank has no batch to take part "
+            "with; expected at least one sample on each rank"
         )

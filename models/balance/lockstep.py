@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 import weakref
 from collections import deque
@@ -86,19 +85,18 @@ class Lockstep:
         *,
         loss_reduction: LossReduction,
         smallest: int,
-        accumulate: int = 1,
-        weighs_updates: bool = False,
-        has_collectives: bool = True,
+        accumulate: int,
+        has_collectives: bool,
     ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
         ``count`` None: samples. A global batch of fewer than ``smallest`` samples ends the epoch. An update has
-        ``accumulate`` batches; with ``weighs_updates`` the mean of their gradients is over what all of them count.
-        Without ``has_collectives`` ranks wait for each other in the last of them only.
+        ``accumulate`` batches; with ``count`` the mean of their gradients is over what all of them count. Without
+        ``has_collectives`` ranks wait for each other in the last of them only.
         """
         self._has_collectives = has_collectives or reduction is not None
-        self._accumulate, self._weighs_updates = accumulate, weighs_updates
-        self._row = _HEAD + _PER_BATCH * accumulate
+        self._accumulate, self._row = accumulate, _HEAD + _PER_BATCH * accumulate
+        self._weighs_updates = accumulate > 1 and count is not None and loss_reduction == "mean"
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
         self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
@@ -303,9 +301,7 @@ class Lockstep:
                 owed.enter_forward()
             if owed is None and signal is not Signal.FAILED:
                 return
-            deadline = time.monotonic() + (EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
-            while not work.is_completed() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            self._exchange.wait(EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
             if owed is not None and work.is_completed():
                 work.wait()
                 self._release(rows.tolist())

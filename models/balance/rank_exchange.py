@@ -147,7 +147,8 @@ def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dis
             "the networks are wrapped with different process groups, so their batches would have different ranks; "
             "expected one process group, or a balance() of each"
         )
-    meshes = list({id(mesh): mesh for network in networks for mesh in _fsdp_meshes(network)}.values())
+    units = [unit for network in networks for unit in network.modules() if isinstance(unit, FSDPModule)]
+    meshes: list[DeviceMesh] = [one.mesh_info.mesh for unit in units for one in parameter_groups(unit)]
     if group is None and groups:
         group = groups[0]
     everyone = set(range(dist.get_world_size())) if dist.is_initialized() else set()
@@ -178,12 +179,6 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
-
-
-def _fsdp_meshes(network: Module) -> list[DeviceMesh]:
-    """Return the meshes over which FSDP2 averages the gradients of a network."""
-    units = [unit for unit in network.modules() if isinstance(unit, FSDPModule)]
-    return [group.mesh_info.mesh for unit in units for group in parameter_groups(unit)]
 
 
 def _ranks_of(mesh: DeviceMesh) -> set[int]:

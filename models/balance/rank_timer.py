@@ -94,7 +94,8 @@ class RankTimer:
 
     def resume(self) -> None:
         """Count time again."""
-        self._since = mark(self._device)
+        if self._since is None:
+            self._since = mark(self._device)
 
     def take(self) -> ElapsedTime | None:
         """Return the time since the last call; None if the step was left before its end."""
@@ -150,7 +151,7 @@ class RankTimer:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if self._is_after_backward and any(id(parameter) in self._parameters for parameter in parameters):
             self._is_after_backward = False
-            self.resume()  # excludes the time since the end of backward
+            self._since = mark(self._device)  # excludes the time since the end of backward
 
 
 def inner_module(model: nn.Module) -> nn.Module:
