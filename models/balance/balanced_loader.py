@@ -336,7 +336,8 @@ class BalancedLoader:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
         self.epoch, self._was_left = epoch, False
         loader = self._user_loader
-        owners = (loader, sampler_of(loader), getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
+        names = ("batch_sampler", "dataset")
+        owners = [loader, sampler_of(loader), *(getattr(loader, name, None) for name in names)]
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)

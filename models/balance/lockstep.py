@@ -254,16 +254,14 @@ class Lockstep:
 
     def most_parts(self, needed: Callable[[], int]) -> int:
         """Return the largest number of micro-batches that a rank needs. Collective: an error is raised on all ranks."""
-        number, error = 0, None
-        try:
+        number = 0
+        with suppress(Exception):  # raised below, on all ranks
             number = needed()
-        except Exception as raised:  # noqa: BLE001  raised on all ranks
-            error = raised
         rows = self._gather(Signal.PARTS, number)
         self._release(rows)
         self._checked(rows)
         if not all(row[1] for row in rows):
-            self._exchange.all_gather_results(partial(_raise, error), "micro_batches()")
+            self._exchange.all_gather_results(needed, "micro_batches()")
         return int(max(row[1] for row in rows))
 
     def skip(self, *, out_of_memory: bool) -> None:
