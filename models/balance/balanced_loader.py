@@ -203,10 +203,14 @@ class BalancedLoader:
         loader, arrangement = self._user_loader, self._arrangement
         total, self._accumulate = (int(settings[0][name]) for name in ("the global batch", "accumulate"))
         ahead = max(aheads) + self._accumulate - 1  # batches that are read before they are trained
+        self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
+        timer = self._timer_type(networks) if loads == "auto" else None
+        if timer is not None:
+            self._trained.hooks += timer.hooks
         self._balance = RankBalance(
             rank,
             checked_loads(loads, size),
-            self._timer_type(networks) if loads == "auto" else None,
+            timer,
             horizon=ahead + 1 + (self._outer is not None),  # accelerate reads one more
             device=devices[0] if devices and memory == "auto" else None,
             caps=self._caps,
@@ -235,7 +239,6 @@ class BalancedLoader:
             self._restore = weakref.finalize(self, read_unequal(self._outer, self._steps, waiting_for_ranks))
         self._outer = self._steps if self._outer is None else self._outer
         self._watch = LabelWatch(is_needed=count is None and loss_reduction == "mean")
-        self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
         reduction = reduction_of(networks) if is_weighted and self._trains_as_read else None
         self._weights = GradientWeights(networks, self._trained, reduction) if is_weighted else None
         self._drops = self._order is None and budget is None and getattr(loader, "drop_last", False)
@@ -347,8 +350,8 @@ class BalancedLoader:
 
         A break or an error in the loop ends the epoch on all ranks, after the same batch. The next one shuffles anew.
         """
-        iteration = _Iteration(self)
-        _iterators.add(iteration)
+        iteration = self._batches()
+        _iterations[iteration] = self
         return iteration
 
     def _batches(self) -> Generator[Any, None, None]:
@@ -617,7 +620,7 @@ class BalancedLoader:
         self._exchange.wait(EXIT_SECONDS)
         _open.discard(self._lockstep)
         self._restore()
-        self._balance.close()
+        self._balance.drop_time()
         self._trained.close()
         if self._shared_exchange is None:
             self._exchange.close()
@@ -648,7 +651,8 @@ def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
 
 
 _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()  # of loaders that are not closed
-_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_iterations: weakref.WeakKeyDictionary[Any, BalancedLoader] = weakref.WeakKeyDictionary()
+"""Those of each loader, which they keep, with its hooks: a loop may read the end before its last backward."""
 
 
 @atexit.register
@@ -657,9 +661,9 @@ def _end_all() -> None:
     if getattr(sys, "last_value", None) is not None and dist.is_initialized():
         for lockstep in list(_open):
             lockstep.leave(Signal.FAILED)
-    for iterator in list(_iterators):  # later, Python has taken away what they call
+    for iteration in list(_iterations):  # later, Python has taken away what they call
         with suppress(ValueError):  # it runs in another thread, or its process group was destroyed
-            iterator.close()
+            iteration.close()
 
 
 def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
@@ -671,20 +675,6 @@ def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
         yield batch
         timer.resume()
     timer.pause()
-
-
-class _Iteration(Iterator[Any]):
-    """Iteration over a loader, which it keeps, with its hooks: a loop may read the end before its last backward."""
-
-    def __init__(self, loader: BalancedLoader) -> None:
-        self._loader, self._batches = loader, loader._batches()
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def close(self) -> None:
-        """Leave the epoch."""
-        self._batches.close()
 
 
 class _Steps:

@@ -95,7 +95,7 @@ class Lockstep:
         ``has_collectives`` ranks wait for each other in the last of them only.
         """
         self._has_collectives = has_collectives or reduction is not None
-        self._accumulate, self._row = accumulate, _HEAD + _PER_BATCH * accumulate
+        self._accumulate, self._width = accumulate, _HEAD + _PER_BATCH * accumulate
         self._weighs_updates = accumulate > 1 and count is not None and loss_reduction == "mean"
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
         self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
@@ -257,7 +257,7 @@ class Lockstep:
         number = 0
         with suppress(Exception):  # raised below, on all ranks
             number = needed()
-        rows = self._gather(Signal.PARTS, number)
+        rows = self._exchange.gather([Signal.PARTS, number], self._width)
         self._release(rows)
         self._checked(rows)
         if not all(row[1] for row in rows):
@@ -276,7 +276,7 @@ class Lockstep:
         reduction.enter_forward()
         signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
         cost = max(self._batch.cost, 1.0) if out_of_memory else 0.0
-        rows = self._gather(signal, reduction.adds, cost, reduction.arrived)
+        rows = self._exchange.gather([signal, reduction.adds, cost, reduction.arrived], self._width)
         if any(row[0] == Signal.REDUCED or (row[0] == Signal.LOST and row[3]) for row in rows):
             reduction.complete()
         reduction.is_ended = True
@@ -294,7 +294,7 @@ class Lockstep:
             owed = None
         self.is_open = False
         with suppress(RuntimeError):  # of processes that have ended
-            work, rows = self._exchange.start_gather(self._padded(signal))
+            work, rows = self._exchange.start_gather([signal], self._width)
             if owed is not None and owed.has_trained:
                 owed.enter_forward()
             if owed is None and signal is not Signal.FAILED:
@@ -309,20 +309,13 @@ class Lockstep:
         if self._reduction is not None and any(row[0] == Signal.REDUCED for row in rows):
             self._reduction.complete()
 
-    def _padded(self, *numbers: float) -> list[float]:
-        """Return a message: all have the same length."""
-        return [*numbers, *[0.0] * (self._row - len(numbers))]
-
-    def _gather(self, signal: float, *numbers: float) -> _Rows:
-        return self._exchange.gather(self._padded(signal, *numbers))
-
     def _ask(self, signal: float, *numbers: float) -> _Rows | None:
         """Exchange what the ranks do next; None: the epoch ends."""
         reduction = self._reduction
         if self.is_open and self._batch is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
         while not self.was_left:
-            rows = self._gather(signal, *numbers)
+            rows = self._exchange.gather([signal, *numbers], self._width)
             self._release(rows)
             signals = self._checked(rows)
             if Signal.SKIPPED in signals or Signal.LOST in signals:
@@ -373,7 +366,7 @@ class Lockstep:
         """Signal that this rank has computed its gradient, while it is reduced. Collective."""
         reduction = self._reduction
         if self.is_open and reduction is not None:
-            self._rows = self._gather(Signal.REDUCED, reduction.adds, reduction.not_finite)
+            self._rows = self._exchange.gather([Signal.REDUCED, reduction.adds, reduction.not_finite], self._width)
 
     def end_reduction(self) -> None:
         """Conclude the step, now that the gradient is the mean over the ranks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,8 +127,6 @@ class RankBalance:
         self._batches = 0
         self._counted_from = 0  # batch from which measurements are of the newest loads
         self._logged: list[float] = []  # loads of the last log line
-        self.close = weakref.finalize(self, timer.close if timer is not None else lambda: None)
-        """Remove the hooks of the model."""
 
     def set_loads(self, loads: Sequence[float]) -> None:
         """Use these loads for batches that are read from now on. All ranks call it."""

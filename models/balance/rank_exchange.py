@@ -91,9 +91,9 @@ class RankExchange:
                 raise remote
         return [value for value, _ in found]
 
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All-gather a fixed count of numbers, in rank order. Collective."""
-        rows = self._rows(numbers)
+    def gather(self, numbers: Sequence[float], width: int = 1) -> list[list[float]]:
+        """All-gather numbers, padded by zeros to a fixed ``width``, in rank order. Collective."""
+        rows = self._rows(numbers, width)
         try:
             dist.all_reduce(rows, group=self._group)
         except RuntimeError as error:
@@ -103,9 +103,9 @@ class RankExchange:
             raise
         return cast(list[list[float]], rows.tolist())
 
-    def start_gather(self, numbers: Sequence[float]) -> tuple[dist.Work, Tensor]:
+    def start_gather(self, numbers: Sequence[float], width: int) -> tuple[dist.Work, Tensor]:
         """Start `gather`; return its work, and the rows that it fills."""
-        rows = self._rows(numbers)
+        rows = self._rows(numbers, width)
         work = dist.all_reduce(rows, group=self._group, async_op=True)
         assert work is not None
         self._works[:] = [work]
@@ -117,9 +117,9 @@ class RankExchange:
         while not all(work.is_completed() for work in self._works) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def _rows(self, numbers: Sequence[float]) -> Tensor:
-        rows = np.zeros((self.size, len(numbers)))
-        rows[self.rank] = numbers
+    def _rows(self, numbers: Sequence[float], width: int) -> Tensor:
+        rows = np.zeros((self.size, width))
+        rows[self.rank, : len(numbers)] = numbers
         return torch.from_numpy(rows)
 
 
