@@ -35,7 +35,6 @@ from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReducti
 from gangline.models.balance.micro_batches import MicroBatches
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
-from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, read_unequal, unprepared
@@ -43,6 +42,7 @@ from gangline.models.data.lengths import Arrangement, arrangement_of
 from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
 from gangline.models.data.same_data import check_same_data, describe_data
 from gangline.models.ignored_labels import LabelWatch
+from gangline.models.rank_timer import RankTimer
 
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 _END = object()

@@ -15,8 +15,8 @@ from gangline.models.balance.balanced_loader import BalancedLoader as BalancedLo
 from gangline.models.balance.global_order import ShareSampler
 from gangline.models.balance.gradient_weights import wrapper_of
 from gangline.models.balance.rank_exchange import group_of
-from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balanced_batch import BalancedBatch, evaluated
+from gangline.models.rank_timer import RankTimer
 
 _OPTIONS = ["loads", "global_batch", "memory", "lengths", "padding"]  # of `balance`
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from gangline.kvstore.workload import split_within
-from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
 from gangline.models.data.lengths import cost_of, cut_by_cost, ranks_by_speed
 from gangline.models.elapsed_time import Measurements
+from gangline.models.rank_timer import RankTimer
 
 _log = logging.getLogger("gangline")
 _ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
