@@ -45,7 +45,6 @@ from gangline.models.ignored_labels import LabelWatch
 from gangline.models.rank_timer import RankTimer
 
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
-_END = object()
 _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is wrapped"
 
 
@@ -220,8 +219,7 @@ class BalancedLoader:
         self._loader = loader
         self._source: ShareSampler | IterableBatches
         if self._order is None:
-            is_same = stream == "same"
-            self._source = IterableBatches(loader, is_same, total, self._balance, arrangement, budget or 0)
+            self._source = IterableBatches(loader, stream == "same", total, self._balance, arrangement)
             if arrangement is not None:  # samples are collated when they are cut
                 sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
                 sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
@@ -387,7 +385,7 @@ class BalancedLoader:
         self._cuts_anew = False
         batches: Any = iter(self._outer)
         try:
-            while (batch := next(batches, _END)) is not _END:
+            while (batch := next(batches, self)) is not self:
                 self._begin_batch(self._steps.read.popleft())
                 if timer is not None:
                     timer.start()
@@ -691,9 +689,7 @@ class _Steps:
         source = owner._source
         loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
         assert owner._seed is not None
-        outer: Any = owner._outer
-        if outer is not self:
-            outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
+        owner._outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
         shares = source.shares(loader, owner._seed + owner.epoch, owner._consumed)
         for batch, data in owner._lockstep.batches(shares, source.read_ahead, owner._first):
             self.read.append(batch)

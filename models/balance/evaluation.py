@@ -57,8 +57,7 @@ class EvaluationLoader(BalancedLoader):
             options["group"] = group_of(networks, options["group"])
         super().__init__([], loader, **options)
         if training is not None and self._balance.timer is not None:
-            start = self._kept or training.loads
-            self._balance.load_state({"loads": start, "speeds": {**self._balance.state()["speeds"], "loads": start}})
+            self._balance.set_loads(self._kept or training.loads)
 
     def _batches(self) -> Generator[Any, None, None]:
         guard = register_optimizer_step_pre_hook(_check_step)

@@ -61,10 +61,8 @@ class GlobalOrder:
         owners = (sampler, batches, getattr(batches, "sampler", None))
         self.of_all_ranks = not self.is_repeated and any(map(_knows_ranks, owners))
         self._is_cut = is_plain and not self.of_all_ranks
-        if is_plain:
-            self.size = check_global_batch(global_batch, exchange.size, batches.batch_size)
-        else:
-            self.size = (getattr(batches, "batch_size", None) or 1) * exchange.size
+        samples, batch_size = global_batch if is_plain else None, getattr(batches, "batch_size", None)
+        self.size = check_global_batch(samples, exchange.size, batch_size or 1)
         if self._is_cut:
             self._lists = BatchSampler(sampler, batches.batch_size, False)
         elif global_batch is not None:
@@ -213,9 +211,7 @@ class ShareSampler(Sampler[list[Any]]):
     the same steps.
     """
 
-    def __init__(
-        self, order: GlobalOrder, balance: RankBalance, ahead: int, arrangement: Arrangement | None = None
-    ) -> None:
+    def __init__(self, order: GlobalOrder, balance: RankBalance, ahead: int, arrangement: Arrangement | None) -> None:
         """Cut an order; each rank's DataLoader prefetches at most ``ahead`` batches."""
         self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
         self._known: deque[tuple[list[Any] | Update, Split]] = deque()  # global batches that are not drawn yet

@@ -112,14 +112,13 @@ class GradientWeights:
         of_parameter[parameter] = weakref.ref(self._batches)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-        is_frozen = not parameter.requires_grad
+        requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter accepts no hook, but may be unfrozen later
         calls: list[Callable[..., Any]] = [WeakCall(self._weighted)]
         if checks_finite():
             calls.append(partial(WeakCall(self._check_finite), name))
         self._batches.hooks += [parameter.register_hook(call) for call in calls]  # type: ignore[no-untyped-call]
-        if is_frozen:
-            parameter.requires_grad_(False)
+        parameter.requires_grad_(requires_grad)
 
     def _check_finite(self, name: str, gradient: Tensor) -> None:
         if self._batches.handed_out is None:
@@ -289,8 +288,6 @@ class Reduction:
         self.names, self._parameters = list(named), list(named.values())
         # With find_unused_parameters the used parameters are unknown, so the first gradient counts.
         self._expected = 1 if model.find_unused_parameters else len(named)
-        self.is_exact = not model.find_unused_parameters
-        """False if a gradient of zeros is not equivalent to None: parameters may be unused on all ranks."""
         self.listener: Callable[[], Any] = lambda: None
         """Returns the `Lockstep` that is called at the ends of backward passes and reductions, if it exists."""
         self.not_finite = 0
@@ -309,7 +306,8 @@ class Reduction:
         self.arrived = 0  # gradients of the current backward that are to be reduced
         self.is_partial = False  # this batch has accumulated gradients that are not reduced yet (`no_sync`)
         self.is_ended = False  # a backward of this batch has reduced gradients
-        self.adds = False  # the parameters had gradients before those of this batch
+        # Other batches have added gradients, or zeros take the place of None where all ranks leave a parameter unused.
+        self.is_mixed = self._model.find_unused_parameters
         self._has_entered = False  # into the forward of the network
 
     def _note_forward(self, *_: object) -> None:
@@ -320,7 +318,7 @@ class Reduction:
         if self._is_completing:
             return
         if not (self.arrived or self.is_partial):
-            self.adds = self._parameters[0].grad is not None
+            self.is_mixed = self._model.find_unused_parameters or self._parameters[0].grad is not None
         if not self._model.require_backward_grad_sync:
             self.is_partial = True
             return

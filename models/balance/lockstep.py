@@ -46,21 +46,19 @@ class Signal(IntEnum):
     STOP = 4
     """It ends the epoch, and asks the others to do the same."""
     REDUCED = 5
-    """It waits for the sum of gradients: `Reduction.adds`, and the number of a parameter that is not finite, follow."""
+    """It waits for the sum of gradients. Follow: `Reduction.is_mixed`, and `Reduction.not_finite`."""
     SKIPPED = 6
-    """It has no gradient in this step: `Reduction.adds`, its share's cost if it ran out of memory, and
-    `Reduction.arrived` follow."""
-    LOST = 7
-    """Like SKIPPED, but a part of its gradient may be in the sum already."""
-    LEFT = 8
+    """It has no gradient in this step. Follow: `Reduction.is_mixed`, or 1 if a part of its gradient may be in the sum
+    already, its share's cost if it ran out of memory, and `Reduction.arrived`."""
+    LEFT = 7
     """Its loop ended before the epoch."""
-    FAILED = 9
+    FAILED = 8
     """An error ends its process or its ``with`` block."""
-    PARTS = 10
+    PARTS = 9
     """It cuts its batch to micro-batches, so many; 0: it could not."""
 
 
-_IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
+_IN_STEP = (Signal.REDUCED, Signal.SKIPPED)
 _HEAD, _PER_BATCH = 3 + len(Measured._fields), 3  # numbers of a message, and those for each batch of an update
 _Rows = Sequence[Sequence[float]]
 
@@ -274,10 +272,10 @@ class Lockstep:
                 'loss_reduction="normalized"; this batch has none, or its backward has ended'
             )
         reduction.enter_forward()
-        signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
+        is_mixed = reduction.is_mixed or reduction.is_partial or reduction.arrived > 0
         cost = max(self._batch.cost, 1.0) if out_of_memory else 0.0
-        rows = self._exchange.gather([signal, reduction.adds, cost, reduction.arrived], self._width)
-        if any(row[0] == Signal.REDUCED or (row[0] == Signal.LOST and row[3]) for row in rows):
+        rows = self._exchange.gather([Signal.SKIPPED, is_mixed, cost, reduction.arrived], self._width)
+        if any(row[0] == Signal.REDUCED or (row[0] == Signal.SKIPPED and row[3]) for row in rows):
             reduction.complete()
         reduction.is_ended = True
         self._end_step(rows)
@@ -318,7 +316,7 @@ class Lockstep:
             rows = self._exchange.gather([signal, *numbers], self._width)
             self._release(rows)
             signals = self._checked(rows)
-            if Signal.SKIPPED in signals or Signal.LOST in signals:
+            if Signal.SKIPPED in signals:
                 self._end_step(rows)
                 if Signal.LEFT not in signals:
                     continue
@@ -366,7 +364,7 @@ class Lockstep:
         """Signal that this rank has computed its gradient, while it is reduced. Collective."""
         reduction = self._reduction
         if self.is_open and reduction is not None:
-            self._rows = self._exchange.gather([Signal.REDUCED, reduction.adds, reduction.not_finite], self._width)
+            self._rows = self._exchange.gather([Signal.REDUCED, reduction.is_mixed, reduction.not_finite], self._width)
 
     def end_reduction(self) -> None:
         """Conclude the step, now that the gradient is the mean over the ranks."""
@@ -383,19 +381,18 @@ class Lockstep:
             if row[0] == Signal.REDUCED and row[2]:
                 self.is_open = False
                 raise not_finite(reduction.names[int(row[2]) - 1], rank, f" in global batch {batch.number}")
-        skipped = [rank for rank, signal in enumerate(signals) if signal in (Signal.SKIPPED, Signal.LOST)]
+        skipped = [rank for rank, signal in enumerate(signals) if signal is Signal.SKIPPED]
         if not skipped:
             return
         counted = batch.counted
         left = sum(counted) - sum(counted[rank] for rank in skipped)
-        is_exact = Signal.LOST not in signals and not any(row[1] for row in rows if row[0] in _IN_STEP)
-        is_exact &= all(signal in _IN_STEP for signal in signals) and reduction.is_exact and not self._weighs_updates
+        is_exact = all(row[0] in _IN_STEP and not row[1] for row in rows) and not self._weighs_updates
         if is_exact and left > 0:
             reduction.multiply(sum(counted) / left if self._loss_reduction == "mean" else 1.0)
         else:
             reduction.drop()
             warnings.warn(
-                f"balance: {_listed(signals, Signal.SKIPPED, Signal.LOST)} skipped global batch {batch.number} "
+                f"balance: {_listed(signals, Signal.SKIPPED)} skipped global batch {batch.number} "
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )

@@ -115,9 +115,9 @@ class RankBalance:
         names, parts = [f"rank {number}" for number in range(len(loads))], PARTS if by_cost else None
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
         self._kept_caps = list(caps or [None] * len(loads))  # the user's, or after an out-of-memory error
-        self.split = Split(rank, [], self._kept_caps[:], list(range(len(loads))), minimum)
+        order = ranks_by_speed(loads, range(len(loads)))
+        self.split = Split(rank, [*map(float, loads)], self._kept_caps[:], order, minimum)
         """Cut of a global batch whose samples are read now."""
-        self.set_loads(loads)
         self._measurements = Measurements()
         self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message
         self._recent: list[tuple[float, float]] | None = [] if by_cost and not rank else None
@@ -130,8 +130,9 @@ class RankBalance:
 
     def set_loads(self, loads: Sequence[float]) -> None:
         """Use these loads for batches that are read from now on. All ranks call it."""
+        self._speeds.loads = [*map(float, loads)]
         order = ranks_by_speed(loads, self.split.order)
-        self.split = self.split._replace(loads=[*map(float, loads)], order=order)
+        self.split = self.split._replace(loads=self._speeds.loads, order=order)
 
     def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
@@ -221,8 +222,8 @@ class RankBalance:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned, before a batch is read; speeds of other ranks are measured again."""
         if self.timer is not None and len(state["loads"]) == len(self.split.loads):
-            self._speeds.load_state(state["speeds"])
             self.set_loads(state["loads"])
+            self._speeds.load_state(state["speeds"])
 
     def _log_split(self) -> None:
         """Log the split on rank 0, if it differs noticeably from the one that was logged last."""
