@@ -226,7 +226,7 @@ class BalancedLoader:
                 self._loader = copy_loader(loader, collate_fn=list, **sizes, **sampler)
         else:
             if self._order.of_all_ranks:
-                self._order.of_ranks = of_orders
+                self._order.rank_lengths = of_orders
             self._source = self._sampler_type(self._order, self._balance, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
@@ -627,24 +627,21 @@ class BalancedLoader:
 def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
     """Return the networks that the loop trains; the last one holds parameters of no network."""
     networks: list[nn.Module] = []
-    parameters = nn.ParameterList()
-
-    def add(given: Any) -> None:
+    parameters, left = nn.ParameterList(), [model]
+    while left:
+        given = left.pop(0)
         if isinstance(given, nn.Module):
             networks.append(given)
         elif isinstance(given, nn.Parameter):
             parameters.append(given)
         elif (given is model and isinstance(model, Iterable)) or isinstance(given, list | tuple | Iterator):
-            for each in given:
-                add(each)
+            left[:0] = given
         else:
             swapped = ": write balance(model, loader)" if isinstance(loader, nn.Module) else ""
             raise TypeError(
                 f"the first argument of balance() is a {type(model).__name__}; expected the network that the loop "
                 f"trains, or a list of its networks and of parameters of no network{swapped}"
             )
-
-    add(model)
     return [*networks, parameters] if len(parameters) else networks
 
 

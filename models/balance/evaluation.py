@@ -61,7 +61,7 @@ class EvaluationLoader(BalancedLoader):
 
     def _batches(self) -> Generator[Any, None, None]:
         guard = register_optimizer_step_pre_hook(_check_step)
-        with waiting_for_ranks():  # in the eyes of the timers of training
+        with waiting_for_ranks():  # pauses the timers of training
             try:
                 yield from super()._batches()
             finally:

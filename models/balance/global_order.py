@@ -6,7 +6,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, starmap, zip_longest
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class GlobalOrder:
     user's own are not cut: a global batch is one from each rank, or as many from rank 0.
     """
 
-    of_ranks: Sequence[int | None] = ()
+    rank_lengths: Sequence[int | None] = ()
     """Lengths of all ranks, if each draws its own part."""
 
     def __init__(self, loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> None:
@@ -81,8 +81,8 @@ class GlobalOrder:
     @property
     def length(self) -> int | None:
         """Number of global batches of an epoch; None: unknown."""
-        if self.of_ranks:
-            return None if None in self.of_ranks else max(length or 0 for length in self.of_ranks)
+        if self.rank_lengths:
+            return None if None in self.rank_lengths else max(length or 0 for length in self.rank_lengths)
         if self._is_cut:
             count, size = self._count(), self.size
         else:
@@ -102,7 +102,7 @@ class GlobalOrder:
 
     def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
         """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective."""
-        lists = chain.from_iterable(self._chunks())
+        lists = self._drawn_lists()
         if not self._is_cut:
             of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
             return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
@@ -129,8 +129,8 @@ class GlobalOrder:
         is_distributed = isinstance(sampler, DistributedSampler)
         return min(len(sampler.dataset), sampler.total_size) if is_distributed else length_of(sampler)
 
-    def _chunks(self) -> Iterator[list[Sequence[Any]]]:
-        """Return lists in the order of training, in chunks."""
+    def _drawn_lists(self) -> Iterator[Sequence[Any]]:
+        """Return the lists of samplers in the order of training. Collective, a chunk at a time."""
         reads = self.of_all_ranks or not self._exchange.rank
         own = chain(self._lists)  # `read` opens it, whose errors reach all ranks
         count = _CHUNK if self.of_all_ranks else _CHUNK * self._exchange.size
@@ -146,19 +146,10 @@ class GlobalOrder:
                 drawn.update(packed[(packed * _HASH & _BITS) <= part * _BITS].tolist())
             return (packed, [len(each) for each in lists]) if reads else ([], [])
 
-        while True:
-            found = [
-                _cut(*packed) for packed in self._exchange.all_gather_results(read, "reading the order of samples")
-            ]
-            if not any(found):
-                if part:
-                    self._compare(drawn)
-                return
-            if self.of_all_ranks:
-                longest = max(map(len, found))
-                yield [of_rank[n] if n < len(of_rank) else [] for n in range(longest) for of_rank in found]
-            else:
-                yield found[0]
+        while any(found := [*starmap(_cut, self._exchange.all_gather_results(read, "reading the order of samples"))]):
+            yield from chain.from_iterable(zip_longest(*found, fillvalue=[])) if self.of_all_ranks else found[0]
+        if part:
+            self._compare(drawn)
 
     def _compare(self, drawn: set[int]) -> None:
         """Raise MismatchError, on all ranks, if each rank's sampler has drawn its own part of the data. Collective."""

@@ -128,7 +128,8 @@ class GradientWeights:
             return
         if self._reduction is None:
             raise not_finite(name, dist.get_rank())
-        self._reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
+        number = 1 + self._reduction.names.index(name.removeprefix("module."))
+        self._reduction.not_finite = self._reduction.not_finite or number  # raised on all ranks
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
@@ -184,13 +185,12 @@ class GradientWeights:
 def check_not_balanced(networks: Sequence[nn.Module]) -> None:
     """Raise RuntimeError if the gradients of a network, or of a part of it, have weights already."""
     for network in networks:
-        for parameter in network.parameters():
-            if of_parameter.get(parameter, lambda: None)() is not None:
-                raise RuntimeError(
-                    f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
-                    "weighted twice; balance the loader that trains only, and write loader.evaluation(...) for others; "
-                    "to train with another loader, call close() of the first one"
-                )
+        if any(of_parameter.get(parameter, lambda: None)() is not None for parameter in network.parameters()):
+            raise RuntimeError(
+                f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
+                "weighted twice; balance the loader that trains only, and write loader.evaluation(...) for others; to "
+                "train with another loader, call close() of the first one"
+            )
 
 
 def _frozen_at_wrapping(networks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -327,10 +327,6 @@ class Reduction:
             # Runs before DistributedDataParallel's callback, which is queued after the last gradient.
             Variable._execution_engine.queue_callback(self._end_backward)
 
-    def note_not_finite(self, name: str) -> None:
-        """Note that the gradient of a parameter is not finite."""
-        self.not_finite = self.not_finite or 1 + self.names.index(name)
-
     def _end_backward(self) -> None:
         if (listener := self.listener()) is not None:
             listener.end_backward()
@@ -380,15 +376,9 @@ class Reduction:
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
-        """Multiply the gradient."""
+        """Multiply the gradient; by 0: remove it, so that the optimizer does nothing."""
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    def drop(self) -> None:
-        """Remove the gradient, so that the optimizer does nothing."""
-        for parameter in self._parameters:
-            parameter.grad = None
+            parameter.grad = parameter.grad.mul_(factor) if factor and parameter.grad is not None else None
 
 
 def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import IntEnum
-from functools import partial
 from itertools import chain, count, takewhile
 from typing import Any, Literal
 
@@ -154,24 +153,20 @@ class Lockstep:
         if self.is_stopping:
             self._ask(Signal.STOP)
             return deque()
-        read: list[tuple[BalancedBatch, Any]] = []
-        error = None
-        row: tuple[float, ...] = (Signal.UNREAD,)
         try:
             read = [next(shares, (BalancedBatch(samples=0), None)) for _ in range(self._accumulate)]
             numbers = [(share.samples, _count_of(self._count, share, data), share.agreed) for share, data in read]
             updates, measured = self._replicas.updates(), self._balance.measured()
-            row = (Signal.BATCH, *updates, *measured, *chain.from_iterable(numbers))
-        except Exception as raised:  # noqa: BLE001  raised on all ranks
-            error = raised
-        rows = self._ask(*row)
+        except Exception as error:
+            if self._ask(Signal.UNREAD) is None:
+                return deque()
+            self._exchange.all_gather_error(error)
+            raise
+        rows = self._ask(Signal.BATCH, *updates, *measured, *chain.from_iterable(numbers))
         if rows is None:
             return deque()
         if any(row[0] == Signal.UNREAD for row in rows):
-            try:
-                self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {first}")
-            finally:
-                del error  # else it keeps its traceback's frames until garbage is collected
+            self._exchange.all_gather_results(lambda: None, f"reading global batch {first}")
         self._replicas.compare_updates([row[1:3] for row in rows], f"balance: before global batch {first}")
         batches = []
         for number, (share, _) in enumerate(read):
@@ -326,8 +321,7 @@ class Lockstep:
                 self._warn_of_left(signals)
                 break
             if Signal.STOP in signals:
-                self.is_open = False
-                return None
+                break
             if Signal.EPOCH in signals and any(each is not Signal.EPOCH for each in signals):
                 self.is_open = False
                 raise RuntimeError(
@@ -390,7 +384,7 @@ class Lockstep:
         if is_exact and left > 0:
             reduction.multiply(sum(counted) / left if self._loss_reduction == "mean" else 1.0)
         else:
-            reduction.drop()
+            reduction.multiply(0.0)
             warnings.warn(
                 f"balance: {_listed(signals, Signal.SKIPPED)} skipped global batch {batch.number} "
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
@@ -419,11 +413,6 @@ def _count_of(count: Count | None, share: BalancedBatch, data: Any) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"count= returned {shown}; expected one number, such as (labels != -100).sum()") from error
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _listed(signals: Sequence[Signal], *wanted: Signal) -> str:

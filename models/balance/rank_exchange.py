@@ -71,18 +71,12 @@ class RankExchange:
 
         An error on this rank is raised again; one on another rank as a RuntimeError with its traceback.
         """
-        value, error = None, None
         try:
             value = call()
-        except Exception as raised:  # noqa: BLE001  raised again below, on all ranks
-            error = raised
-        text = "" if error is None else "".join(traceback.format_exception(error))
-        found = self.all_gather((value, text))
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # else it keeps this frame, and a DataLoader's workers, until garbage is collected
+        except Exception as error:
+            self.all_gather_error(error)
+            raise
+        found = self.all_gather((value, ""))
         for rank, (_, failure) in enumerate(found):
             if failure:
                 last = failure.strip().splitlines()[-1]
@@ -90,6 +84,10 @@ class RankExchange:
                 remote.add_note(failure)
                 raise remote
         return [value for value, _ in found]
+
+    def all_gather_error(self, error: Exception) -> None:
+        """Take part in `all_gather_results` with an error. Collective."""
+        self.all_gather((None, "".join(traceback.format_exception(error))))
 
     def gather(self, numbers: Sequence[float], width: int = 1) -> list[list[float]]:
         """All-gather numbers, padded by zeros to a fixed ``width``, in rank order. Collective."""
