@@ -117,9 +117,7 @@ class GlobalOrder:
         if not isinstance(sampler, DistributedSampler):
             return iter(sampler)
         # The indices of all ranks, without padding.
-        whole: DistributedSampler[Any] = DistributedSampler(
-            sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed
-        )
+        whole: Any = DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
         whole.set_epoch(sampler.epoch)
         return islice(whole, self._count())
 
