@@ -6,9 +6,11 @@ first used, because importing torch takes seconds.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gangline.collectives import hooks
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from gangline.models.balance.evaluation import balance as balance
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights as load_weights
-    from gangline.models.loop.monitor import Monitor as Monitor
     from gangline.models.loop.schedules import TorchScheduler as TorchScheduler
     from gangline.models.loss.gather_rows import gather_rows as gather_rows
     from gangline.models.metrics.metric import create_metric as create_metric
@@ -57,45 +58,17 @@ if TYPE_CHECKING:
     from gangline.models.pipelines.pipeline import Pipeline as Pipeline
     from gangline.models.zoo import create_network as create_network
 
-_HOMES = {
-    "collectives.communicator": ("Communicator", "connect", "in_process"),
-    "collectives.devices.device_group": ("DeviceGroup",),
-    "collectives.errors": (
-        "DeadNodeError",
-        "GanglineError",
-        "MismatchError",
-        "ProtocolError",
-        "StallError",
-    ),
-    "collectives.processes.spawning": ("spawn",),
-    "collectives.work": ("Work",),
-    "kvstore.context": ("Context", "contexts", "cpu", "gpu", "num_gpus"),
-    "kvstore.errors": ("DiskFullError",),
-    "kvstore.interface": ("KVStore",),
-    "kvstore.local_steps": ("LocalSteps",),
-    "launcher.functions": ("launch",),
-    "kvstore.optimizer.spec": ("OptimizerSpec",),
-    "kvstore.parameter_server.reader": ("Reader",),
-    "kvstore.reducer.distributed_optimizer": ("DistributedOptimizer",),
-    "kvstore.registry": ("create",),
-    "kvstore.sparse": ("RowSparse",),
-    "kvstore.trainer": ("Trainer",),
-    "kvstore.workload": ("split_batch",),
-    "models.batchnorm.distributed_batchnorm": ("convert_sync_batchnorm",),
-    "models.checkpoint.checkpoint": ("load_weights",),
-    "models.loop.monitor": ("Monitor",),
-    "models.loop.schedules": ("TorchScheduler",),
-    "models.metrics.metric": ("create_metric",),
-    "models.module": ("Module",),
-    "models.pipelines.pipeline": ("Pipeline",),
-    "models.balance.evaluation": ("BalancedLoader", "balance"),
-    "models.loss.gather_rows": ("gather_rows",),
-    "models.zoo": ("create_network",),
-}
-"""Public names by the module that defines them; type checkers read the imports above."""
 _MODULES = ("callback", "data", "torch_backend", "transfer")
+_HOMES = {
+    imported.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("gangline.")
+    for imported in node.names
+    if imported.asname is not None
+}
+"""Module that defines each public name, from the imports above, which type checkers read."""
 
-__all__ = sorted([*_MODULES, *(name for names in _HOMES.values() for name in names)])
+__all__ = sorted([*_MODULES, *_HOMES])
 
 
 def _imported_later(module: str, name: str) -> Callable[..., Any]:
@@ -117,9 +90,8 @@ def __getattr__(name: str) -> Any:
             return "unknown"
     if name in _MODULES:
         return import_module(f"gangline.{name}")
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"gangline.{module}"), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gangline' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

@@ -101,8 +101,9 @@ class BatchesOfNetworks:
         """Returns the iteration over parts of a batch, if there is one."""
         self.networks = networks
         hook = _CallInForward(self._note_forward)
-        self._hooks = [network.register_forward_pre_hook(hook) for network in networks]
-        self._remove = weakref.finalize(self, _remove, self._hooks)
+        self.hooks = [network.register_forward_pre_hook(hook) for network in networks]
+        """All hooks of the loader, which end with `close`."""
+        self._remove = weakref.finalize(self, _remove, weakref.ref(self), self.hooks)
         self.bind_layers()
         _all.add(self)
 
@@ -250,9 +251,11 @@ class _CallInForward(WeakCall):
         return super().__call__(*arguments)
 
 
-def _remove(hooks: list[RemovableHandle]) -> None:
+def _remove(owner: weakref.ref[BatchesOfNetworks], hooks: list[RemovableHandle]) -> None:
     while hooks:
         hooks.pop().remove()
+    for parameter in [parameter for parameter, of in of_parameter.items() if of is owner or of() is None]:
+        del of_parameter[parameter]
 
 
 def weighted(gradient: Tensor, weight: float) -> Tensor:

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from gangline.kvstore.errors import did_you_mean
 from gangline.models.data.datasets import Splits
+
+_OUR_FRAMES = (__file__, pkgutil.__file__, importlib.__file__, "<frozen ")
+"""Starts of the files of frames that are not the user's."""
 
 
 def is_module_path(name: str) -> bool:
@@ -35,27 +36,14 @@ def resolve(name: str) -> Callable[..., Any]:
         ValueError: if the name is malformed, there is no such module or attribute, or it is not callable.
         RuntimeError: if the module fails on import; the message has the line, the error is its cause.
     """
-    module_name, _, path = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+    if not all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
         raise ValueError(f"{name!r} is not a name; expected package.module:attribute, such as my_package.nets:build")
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does; reading processes inherit it
     importlib.invalidate_caches()  # find files written since the last import
-    found, problem = None, ""
     with _blame(name, "could not be imported"):
-        try:
-            found = pkgutil.resolve_name(name)
-        except ModuleNotFoundError as error:
-            if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module exists, but one of its imports does not
-            problem = _missing_module(str(error.name), folder)
-        except AttributeError as error:
-            if module_name not in sys.modules:
-                raise  # by the module's own code
-            problem = _missing_attribute(sys.modules[module_name], error)
-    if problem:
-        raise ValueError(f"{name!r}: {problem}")
+        found = pkgutil.resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}; expected a function or a class")
     return found  # type: ignore[no-any-return]
@@ -125,40 +113,22 @@ def has_batches(data: Any) -> bool:
     return not isinstance(data, tuple) and (isinstance(data, IterableDataset) or not isinstance(data, Dataset))
 
 
-def _missing_module(missing: str, folder: str) -> str:
-    package, _, last = missing.rpartition(".")
-    if not package:
-        names = [module.name for module in pkgutil.iter_modules([folder])]
-        return f"there is no module {missing!r} in {folder} or on Python's path{_hint(last, names)}"
-    parent = sys.modules[package]
-    paths = list(getattr(parent, "__path__", []))
-    if not paths:
-        return f"{package} is a module at {parent.__file__}, not a package"
-    names = [module.name for module in pkgutil.iter_modules(paths)]
-    return f"there is no module {last!r} in package {package} at {', '.join(paths)}{_hint(last, names)}"
-
-
-def _missing_attribute(module: ModuleType, error: AttributeError) -> str:
-    where = error.obj.__qualname__ if isinstance(error.obj, type) else type(error.obj).__name__
-    if error.obj is module:
-        where = f"module {module.__name__} at {module.__file__ or list(module.__path__)}"
-    return f"{where} has no {error.name!r}{_hint(error.name or '', dir(error.obj))}"
-
-
 @contextmanager
 def _blame(name: str, how: str) -> Iterator[None]:
-    """Re-raise errors of the user's code as RuntimeError with their source line."""
+    """Re-raise errors of the user's code as RuntimeError with their source line; ValueError if none of it has run."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"{name!r} {how}: {error}; install it, or correct the import") from error
     except Exception as error:  # user code raises any type
-        frames = traceback.extract_tb(error.__traceback__)
-        last = ([frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
-        text, file, line = str(error), last.filename, last.lineno
+        tried = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in tried if not frame.filename.startswith(_OUR_FRAMES)]
         if isinstance(error, SyntaxError):
-            text, file, line = error.msg, error.filename or "", error.lineno
-        raise RuntimeError(f"{name!r} {how}: {type(error).__name__}: {text} ({file}, line {line})") from error
+            frames.append(traceback.FrameSummary(error.filename or "", error.lineno, ""))
+        if not frames:
+            raise ValueError(f"{name!r}: {error}; expected a name in {os.getcwd()} or on Python's path") from error
+        last = ([frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
+        text = error.msg if isinstance(error, SyntaxError) else error
+        where = f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno})"
+        raise RuntimeError(f"{name!r} {how}: {where}") from error
 
 
 def _call(
@@ -186,8 +156,3 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except ValueError:  # some C functions have no signature
         return None
-
-
-def _hint(name: str, names: Iterable[str]) -> str:
-    hint = did_you_mean(name, [public for public in names if not public.startswith("_")])
-    return f";{hint}" if hint else ""

@@ -35,7 +35,6 @@ from gangline.models.loop import evaluation
 from gangline.models.loop.callbacks import BatchCallback
 from gangline.models.loop.epochs import BatchCallbacks, EpochCallbacks, FitOptions, Resume
 from gangline.models.loop.fit import fit
-from gangline.models.loop.monitor import Monitor
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import Loss, Normalizer, SummedLoss
 from gangline.models.metrics.metric import EvalMetric
@@ -624,16 +623,6 @@ class Module:
         """
         eval_metric.update(as_batch(_unwrap(labels), "labels"), self.get_outputs(), self)
 
-    def install_monitor(self, monitor: Monitor) -> None:
-        """Attach a monitor to the network; call its ``tic`` before and ``toc_print`` after a step.
-
-        Raises:
-            ValueError: with ``shard="weights"``, where no worker has all weights and gradients to show.
-        """
-        if self.shards_weights:
-            raise ValueError("a monitor needs all weights, and shard='weights' divides them; use shard='optimizer'")
-        monitor.install(self.network, reports=self.workers.is_first)
-
     def begin_epoch(self) -> None:
         """Update the measured loads of contexts and workers from the last epoch's measurements.
 
@@ -700,7 +689,6 @@ class Module:
         accumulate: int = 1,
         lr_scheduler: Any = None,
         eval_frequency: Any = 1,
-        monitor: Monitor | None = None,
         initializer: InitializerSpec | None = None,
         arg_params: Params | None = None,
         aux_params: Params | None = None,
@@ -766,7 +754,6 @@ class Module:
                 1}), or a function from an optimizer to a torch scheduler, which steps after each epoch
                 (``TorchScheduler(function, "batch")``: after each update). None: constant, or set by callbacks.
             eval_frequency: number of epochs between validations, or (number, "batches"); the end is always validated.
-            monitor: logs statistics of outputs, weights and gradients.
             initializer: argument of `init_params`, which is called before training if this, ``arg_params`` or
                 ``aux_params`` is given.
             arg_params: argument of `init_params`.
@@ -852,7 +839,7 @@ class Module:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, prefix: str | Path, epoch: int | str, save_optimizer_states: bool = False) -> None:
-        """Write the checkpoint files ``PREFIX-0003.*``, or ``PREFIX-best.*``.
+        """Write the checkpoint ``PREFIX-0003``, a folder, or ``PREFIX-best``.
 
         Collective: all workers must call it; rank 0 writes, and all return when the files are complete.
 

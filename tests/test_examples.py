@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import sweep_options
 import torch
 from language_model import main as train_language_model
+from sweep_options import DEVICES, sweep
 
-from gangline import Communicator, cpu, spawn
+from gangline import Communicator, spawn
 from gangline.launcher.job import free_ports
-from gangline.trials import sweep
 from tests.printed import blocks
 from tests.programs import environment
 
@@ -134,13 +133,23 @@ def test_the_language_model_learns() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_with_each_combination_of_options(tmp_path: Path) -> None:
+def test_a_sweep_trains_with_each_combination_of_options_and_a_second_one_with_those_that_failed(
+    tmp_path: Path,
+) -> None:
     grid = {"network": ["mlp"], "num-epochs": [2], "lr": [0.1, 0.0001, "none"]}
-    good, bad, refused = sweep(sweep_options.train, grid, [cpu(0), cpu(1)], folder=tmp_path)
-    assert (good.value or 0) > 0.8 > (bad.value or 0)
-    assert "gangline train ended with exit code 2" in refused.error
-    assert "Epoch[1] Validation-accuracy" in (good.folder / "log.txt").read_text()
-    assert {"net-best.safetensors", "net.html"} <= {path.name for path in good.folder.iterdir()}
+    found = sweep(grid, DEVICES, str(tmp_path))
+    good, bad, refused = found.values()
+    assert (good or 0) > 0.8 > (bad or 0)
+    assert refused is None
+    folders = [tmp_path / name for name in found]
+    assert "lr" in (folders[2] / "log.txt").read_text()
+    log = (folders[0] / "log.txt").read_text()
+    assert "Epoch[1] Validation-accuracy" in log
+    assert {"net-best", "net.html"} <= {path.name for path in folders[0].iterdir()}
+    (folders[1] / "accuracy.txt").unlink()  # as if it had been stopped after its last checkpoint
+    assert sweep(grid, DEVICES, str(tmp_path)) == found
+    assert (folders[0] / "log.txt").read_text() == log
+    assert "Epoch[2]" not in (folders[1] / "log.txt").read_text()
 
 
 @pytest.mark.slow

@@ -1,39 +1,52 @@
 """Run `gangline train` for each combination of options, on all devices at once.
 
-A second run goes on where the first one was stopped: trials that have ended are not run again, and others resume from
-their checkpoints.
+A device that is done with a combination takes the next one, so faster devices run more of them. A second run goes on
+where the first one was stopped: combinations with a result are not run again, and others resume from their checkpoints.
 """
 
-import io
-import runpy
+import itertools
+import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-
-from gangline import cpu
-from gangline.trials import Trial, sweep
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
 
 GRID = {"network": ["mlp"], "num-epochs": [2], "lr": [0.1, 0.01], "mom": [0, 0.9]}
+DEVICES = [["--cpus", "1"], ["--cpus", "1"]]  # or [["--context", "0"], ["--context", "1"]], on GPUs
 
 
-def train(trial: Trial) -> float:
-    """Train in this process; the folder of the trial gets its log, its checkpoints and its progress page, net.html."""
-    options = [f"--{name}={value}" for name, value in trial.parameters.items()]
-    options += ["--model-prefix", str(trial.folder / "net"), "--load-epoch", "auto", "--plots", "training-progress"]
-    if trial.contexts[0].device_type == "gpu":
-        options += ["--context", ",".join(str(context.device_id) for context in trial.contexts)]
-    else:
-        options += ["--cpus", str(len(trial.contexts))]
-    sys.argv = ["gangline", "train", *options]
-    with (trial.folder / "log.txt").open("a") as log, redirect_stderr(log), redirect_stdout(io.StringIO()) as printed:
-        try:
-            runpy.run_module("gangline", run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise RuntimeError(f"gangline train ended with exit code {end.code}; see {log.name}") from None
-    return float(printed.getvalue().removeprefix("Validation-accuracy="))
+def sweep(grid: dict[str, Sequence], devices: list[list[str]], folder: str) -> dict[str, float | None]:
+    """Return the accuracy of each combination by the name of its folder, which gets the log, checkpoints and net.html.
+
+    None: the training failed, and log.txt in that folder says why.
+    """
+    idle = SimpleQueue()
+    for device in devices:
+        idle.put(device)
+
+    def train(values: tuple) -> tuple[str, float | None]:
+        name = ",".join(f"{option}={value}" for option, value in zip(grid, values, strict=True)).replace("/", "_")
+        place = Path(folder, name)
+        place.mkdir(parents=True, exist_ok=True)
+        result = place / "accuracy.txt"
+        if not result.exists():
+            options = [f"--{option}={value}" for option, value in zip(grid, values, strict=True)]
+            options += ["--model-prefix", str(place / "net"), "--load-epoch", "auto", "--plots", "training-progress"]
+            device = idle.get()
+            with (place / "log.txt").open("a") as log:
+                command = [sys.executable, "-m", "gangline", "train", *options, *device]
+                done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=log, text=True)
+            idle.put(device)
+            if done.returncode:
+                return name, None
+            result.write_text(done.stdout.removeprefix("Validation-accuracy="))
+        return name, float(result.read_text())
+
+    with ThreadPoolExecutor(len(devices)) as threads:  # Ctrl-C also reaches the processes, which save and end
+        return dict(threads.map(train, itertools.product(*grid.values())))
 
 
 if __name__ == "__main__":
-    trials = sweep(train, GRID, [cpu(0), cpu(1)], folder="sweep")
-    for trial in trials:
-        print(trial.folder.name, trial.value if trial.value is not None else trial.error.splitlines()[-1])
+    for name, accuracy in sweep(GRID, DEVICES, "sweep").items():
+        print(name, "failed" if accuracy is None else accuracy)

@@ -10,7 +10,6 @@ from gangline.kvstore.context import cpu as cpu
 from gangline.kvstore.context import gpu as gpu
 from gangline.kvstore.context import num_gpus as num_gpus
 from gangline.kvstore.registry import create as _create
-from gangline.models.loop.monitor import Monitor as _Monitor
 from gangline.mxnet import autograd as autograd
 from gangline.mxnet import callback as callback
 from gangline.mxnet import gluon as gluon
@@ -24,7 +23,6 @@ from gangline.mxnet import nd as nd
 
 initializer, module = init, mod
 kv = kvstore = SimpleNamespace(create=_create)
-mon = monitor = SimpleNamespace(Monitor=_Monitor)
 random = SimpleNamespace(seed=nd.seed)
 
 
@@ -34,6 +32,8 @@ def __getattr__(name: str) -> Any:
             f"mx.{name} does not exist: write the network as a torch.nn.Module (docs/coming-from-mxnet.md) and pass it "
             "to mx.mod.Module"
         )
+    if name in ("mon", "monitor"):
+        raise AttributeError(f"mx.{name} does not exist: read layers with torch's register_forward_hook")
     if name in ("opt", "optimizer"):
         raise AttributeError(
             f"mx.{name} does not exist: name the optimizer and its arguments instead, as in optimizer='sgd', "

@@ -287,14 +287,11 @@ class Module:
         begin_epoch: int = 0,
         num_epoch: int | None = None,
         validation_metric: Any = None,
-        monitor: Any = None,
     ) -> None:
         """Train on the batches of an iterator for ``num_epoch`` epochs."""
         if num_epoch is None:
             raise ValueError("num_epoch is None; expected the number of epochs")
         self.bind(train_data.provide_data, train_data.provide_label, force_rebind=force_rebind)
-        if monitor is not None:
-            self.install_monitor(monitor)
         self.init_params(initializer, arg_params, aux_params, allow_missing, force_init)
         self.init_optimizer(kvstore, optimizer, optimizer_params)
         eval_metric = metric.create(eval_metric)
@@ -302,13 +299,9 @@ class Module:
             began = time.monotonic()
             eval_metric.reset()
             for nbatch, batch in enumerate(train_data):
-                if monitor is not None:
-                    monitor.tic()
                 self.forward_backward(batch)
                 self.update()
                 self.update_metric(eval_metric, batch.label)
-                if monitor is not None:
-                    monitor.toc_print()
                 _call(batch_end_callback, self._param(epoch, nbatch, eval_metric, locals()))
             for name, value in eval_metric.get_global_name_value():
                 self.logger.info("Epoch[%d] Train-%s=%f", epoch, name, value)
@@ -380,10 +373,6 @@ class Module:
                 return
             self.forward(batch, is_train=False)
             yield number, batch
-
-    def install_monitor(self, mon: Any) -> None:
-        """Attach a monitor."""
-        self._module.install_monitor(mon)
 
     # Checkpoints
 

@@ -783,6 +783,11 @@ def _refuse_use(*_: object) -> NoReturn:
     )
 
 
+def is_divided(network: nn.Module) -> bool:
+    """Return whether each worker has only the part of the weights that it owns."""
+    return any(isinstance(module._parameters, _Parameters) for module in network.modules())
+
+
 def _check_networks(
     names: Mapping[nn.Parameter, str],
     trained: Sequence[torch.Tensor],
@@ -796,7 +801,7 @@ def _check_networks(
     divided = [name for one, name in names.items() if one.untyped_storage().nbytes() < one.nbytes]
     if foreign:
         wrong = f"{foreign} of the optimizer's parameters are not in network, or hold no real numbers"
-    elif divided or any(isinstance(module._parameters, _Parameters) for module in network.modules()):
+    elif divided or is_divided(network):
         wrong = "another optimizer divides, or has divided, the weights of this network; make it anew"
     what = 'shard="weights"'
     errors = store.group.all_gather(wrong, what)

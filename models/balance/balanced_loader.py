@@ -22,18 +22,12 @@ from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.kvstore.replica_check import ReplicaCheck, check_interval
 from gangline.kvstore.workload import check_work_load_list
-from gangline.models.balance.global_order import (
-    GlobalOrder,
-    RankOrder,
-    SampleOrder,
-    ShareSampler,
-    check_global_batch,
-    order_of,
-)
+from gangline.models.balance.global_order import GlobalOrder, ShareSampler, check_global_batch
 from gangline.models.balance.gradient_weights import (
     GradientWeights,
     check_not_balanced,
     has_collectives,
+    reduction_of,
     replicated,
 )
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
@@ -41,7 +35,6 @@ from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReducti
 from gangline.models.balance.micro_batches import MicroBatches
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
-from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.data.accelerate_loaders import accumulated_steps, read_unequal, unprepared
@@ -49,9 +42,9 @@ from gangline.models.data.lengths import Arrangement, arrangement_of
 from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
 from gangline.models.data.same_data import check_same_data, describe_data
 from gangline.models.ignored_labels import LabelWatch
+from gangline.models.rank_timer import RankTimer
 
 Trained = nn.Module | nn.Parameter | Iterable[nn.Parameter]
-_END = object()
 _REMEDY = "call gangline.convert_sync_batchnorm(network) before the network is wrapped"
 
 
@@ -67,7 +60,6 @@ class BalancedLoader:
     """
 
     _trains_as_read = True  # the loop trains each batch before it asks for the next
-    _weighs_updates = True  # means with ``count`` are over all batches of an update
     _evaluation_type: Any = None  # set by the module of evaluation, through which packages import this class
     _sampler_type = ShareSampler
     _timer_type: Callable[..., RankTimer] = RankTimer
@@ -144,52 +136,52 @@ class BalancedLoader:
         size, rank = self._exchange.size, self._exchange.rank
         self._networks, self._loss_reduction, self._count = networks, loss_reduction, count
         self._order: GlobalOrder | None = None  # of a map-style data set
+        self._arrangement: Arrangement | None = None
         self._caps: list[int | None] | None = None  # those given by the user
-        self._global_batch = 0
-        given, outer = [1.0] * size, cast(Any, None)  # accelerate's loader
-        arrangement: Arrangement | None = None
-        minimum = smallest_share(*networks)
+        self._user_loader, self._outer = loader, cast(Any, None)  # accelerate's loader
+        minimum, is_weighted = smallest_share(*networks), loss_reduction != "normalized"
 
         def check() -> tuple[dict[str, Any], int, int | None, dict[str, Any]]:
             """Check the arguments; return settings that must be equal on all ranks, prefetched batches, steps, data."""
-            nonlocal given, outer, loader, arrangement
             if loss_reduction not in ("mean", "sum", "normalized"):
                 raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
             given = checked_loads(loads, size)
-            if loss_reduction != "normalized":
+            if is_weighted:
                 check_not_balanced(networks)
-            samples = global_batch
+            plain, samples = loader, global_batch
             if (prepared := unprepared(loader)) is not None:
-                outer, loader, samples = loader, prepared.loader, global_batch or prepared.global_batch
-            is_cut = own_iteration(loader) is None and not isinstance(loader.dataset, IterableDataset)
-            if stream is None and is_cut:
-                self._order, self._global_batch = order_of(loader, self._exchange, samples)
+                plain, samples = prepared.loader, global_batch or prepared.global_batch
+                self._user_loader, self._outer = plain, loader
+            if stream is None and own_iteration(plain) is None and not isinstance(plain.dataset, IterableDataset):
+                self._order = GlobalOrder(plain, self._exchange, samples)
+                total = self._order.size
             else:
-                self._global_batch = check_stream(loader, stream, samples, size)
+                total = check_stream(plain, stream, samples, size)
             if memory is not None and memory != "auto":
-                self._caps = checked_caps(memory, size, self.global_batch if lengths is None else 0)
+                self._caps = checked_caps(memory, size, total if lengths is None else 0)
+            has_means = count is not None and loss_reduction == "mean"
             together = accumulate
             if together is None:
-                is_kept = outer is None or lengths is None or stream == "own" or (count and loss_reduction == "mean")
+                is_kept = self._outer is None or lengths is None or stream == "own" or has_means
                 together = 1 if is_kept else accumulated_steps()
-            is_arranged = lengths is not None or loss_reduction == "normalized"
-            if accumulate not in (None, 1) and not is_arranged and (count is None or loss_reduction == "sum"):
+            elif together != 1 and lengths is None and is_weighted and not has_means:
                 raise ValueError(
                     f"accumulate is {accumulate}; expected lengths, by which the samples of an update are sorted, or "
                     "count of a mean, which is then over all batches of an update; else accumulate=1"
                 )
-            by_parts = loss_reduction == "normalized"
-            arrangement = arrangement_of(lengths, loader, stream, padding, together, pool, budget, by_parts=by_parts)
+            self._arrangement = arrangement_of(
+                lengths, plain, stream, padding, together, pool, budget, by_parts=not is_weighted
+            )
             settings = {
-                **settings_of(loader),
-                "the global batch": self.global_batch,
+                **settings_of(plain),
+                "the global batch": total,
                 "stream": stream,
                 "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
                 "memory": self._caps or memory,
                 "count": "given" if count is not None else "samples",
                 "the smallest share": minimum,
-                "lengths": None if arrangement is None else arrangement.lengths.checksum,
+                "lengths": None if self._arrangement is None else self._arrangement.lengths.checksum,
                 "padding": padding,
                 "accumulate": together,
                 "pool": pool,
@@ -197,8 +189,8 @@ class BalancedLoader:
                 "GANGLINE_REPLICA_CHECK": check_interval(),
                 **(self._order.settings if self._order is not None else {}),
             }
-            data = {} if self._order is None else describe_data(loader)
-            drawn_ahead = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
+            data = {} if self._order is None else describe_data(plain)
+            drawn_ahead = getattr(plain, "num_workers", 0) * (getattr(plain, "prefetch_factor", None) or 0)
             return settings, drawn_ahead, getattr(self._order, "length", None), data
 
         settings, aheads, of_orders, data = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
@@ -207,56 +199,56 @@ class BalancedLoader:
         devices = [parameter.device for network in networks for parameter in network.parameters()]
         if torch.device("cpu") in devices:
             keep_freed_memory()
-        together = int(settings[0]["accumulate"])
+        loader, arrangement = self._user_loader, self._arrangement
+        total, self._accumulate = (int(settings[0][name]) for name in ("the global batch", "accumulate"))
+        ahead = max(aheads) + self._accumulate - 1  # batches that are read before they are trained
+        self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
+        timer = self._timer_type(networks) if loads == "auto" else None
+        if timer is not None:
+            self._trained.hooks += timer.hooks
         self._balance = RankBalance(
             rank,
-            given,
-            self._timer_type(networks) if loads == "auto" else None,
-            horizon=max(aheads) + together + (outer is not None),  # prefetched, and one that accelerate reads ahead
+            checked_loads(loads, size),
+            timer,
+            horizon=ahead + 1 + (self._outer is not None),  # accelerate reads one more
             device=devices[0] if devices and memory == "auto" else None,
             caps=self._caps,
             minimum=minimum,
             by_cost=arrangement is not None,
         )
-        self._user_loader = self._loader = loader
+        self._loader = loader
         self._source: ShareSampler | IterableBatches
         if self._order is None:
-            self._source = IterableBatches(
-                loader, stream == "same", self.global_batch, self._balance, arrangement, budget or 0.0
-            )
+            self._source = IterableBatches(loader, stream == "same", total, self._balance, arrangement)
             if arrangement is not None:  # samples are collated when they are cut
                 sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
                 sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
                 self._loader = copy_loader(loader, collate_fn=list, **sizes, **sampler)
         else:
-            if isinstance(self._order, RankOrder):  # if each rank draws its own batches, the longest rank counts
-                self._order.length = None if None in of_orders else max(of_orders)
-            self._source = self._sampler_type(self._order, self._balance, max(aheads) + together - 1, arrangement)
+            if self._order.of_all_ranks:
+                self._order.rank_lengths = of_orders
+            self._source = self._sampler_type(self._order, self._balance, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
+        self._sized: Any = self._order or self._source  # knows the samples of a global batch
         self._steps = _Steps(weakref.proxy(self))  # no cycle: dropping the loader removes its hooks at once
-        self._outer = self._steps if outer is None else outer
         self._restore: Callable[[], Any] = lambda: None
-        if outer is not None:
-            self._restore = weakref.finalize(self, read_unequal(outer, self._steps, waiting_for_ranks))
-        self._arrangement, self._accumulate = arrangement, together
-        is_weighted = loss_reduction != "normalized"
+        if self._outer is not None:
+            self._restore = weakref.finalize(self, read_unequal(self._outer, self._steps, waiting_for_ranks))
+        self._outer = self._steps if self._outer is None else self._outer
         self._watch = LabelWatch(is_needed=count is None and loss_reduction == "mean")
-        self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
-        self._weights: GradientWeights | None = None
-        if is_weighted:
-            self._weights = GradientWeights(networks, self._trained, is_tracked=self._trains_as_read)
+        reduction = reduction_of(networks) if is_weighted and self._trains_as_read else None
+        self._weights = GradientWeights(networks, self._trained, reduction) if is_weighted else None
         self._drops = self._order is None and budget is None and getattr(loader, "drop_last", False)
         self._lockstep = Lockstep(
             self._exchange,
             self._balance,
-            None if self._weights is None else self._weights.reduction,
+            reduction,
             count,
             ReplicaCheck(partial(replicated, networks), self._exchange.all_gather),
             loss_reduction=loss_reduction,
-            smallest=self.global_batch if self._drops else 1,
-            accumulate=together,
-            weighs_updates=self._weighs_updates and together > 1 and count is not None and loss_reduction == "mean",
+            smallest=total if self._drops else 1,
+            accumulate=self._accumulate,
             has_collectives=has_collectives(networks),
         )
         if self._shared_exchange is None:
@@ -318,28 +310,28 @@ class BalancedLoader:
         be set if a sampler of the user's own draws the samples, ``accumulate`` or ``pool`` join batches, or accelerate,
         transformers or Lightning read batches ahead.
         """
-        return self._global_batch
+        return int(self._sized.size)
 
     @global_batch.setter
     def global_batch(self, samples: int) -> None:
         check_global_batch(samples, self._exchange.size, 1)
         is_within = self._lockstep.is_open
-        is_read_ahead = isinstance(self._order, RankOrder) or self._outer is not self._steps or not self._trains_as_read
+        is_drawn = self._order is not None and not self._order.is_repeated
+        is_read_ahead = is_drawn or self._outer is not self._steps or not self._trains_as_read
         joins_batches = self._arrangement is not None and self._arrangement.joins
         if (is_within and is_read_ahead) or (joins_batches and (is_within or self._skip)):
             raise RuntimeError(f"global_batch is set to {samples} within an epoch; expected this between two epochs")
         if self._caps is not None and self._arrangement is None:
             checked_caps(self._caps, self._exchange.size, samples)
-        resized: Any = self._order or self._source
-        resized.resize(samples)
-        self._global_batch, self._is_ramped = samples, True
-        self._cuts_anew = is_within and isinstance(self._order, SampleOrder)
+        self._sized.resize(samples)
+        self._is_ramped = True
+        self._cuts_anew = is_within and self._order is not None
         self._lockstep.smallest = samples if self._drops else 1
 
     @property
     def loads(self) -> list[float]:
         """Loads of all ranks, for the batches that are drawn next."""
-        return list(self._balance.loads)
+        return list(self._balance.split.loads)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, as a DistributedSampler's set_epoch does."""
@@ -356,8 +348,8 @@ class BalancedLoader:
 
         A break or an error in the loop ends the epoch on all ranks, after the same batch. The next one shuffles anew.
         """
-        iteration = _Iteration(self)
-        _iterators.add(iteration)
+        iteration = self._batches()
+        _iterations[iteration] = self
         return iteration
 
     def _batches(self) -> Generator[Any, None, None]:
@@ -373,23 +365,19 @@ class BalancedLoader:
             generator = getattr(sampler, "generator", None)  # from which torch's RandomSampler draws its seed likewise
             device = "cpu" if generator is None else generator.device
             self._seed = int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
-        starts = self._exchange.all_gather(
-            {
-                "seed": self._seed,
-                "epoch": self.epoch,
-                "global batch": self.global_batch,
-                "sampler epoch": sampler.epoch if isinstance(sampler, DistributedSampler) else None,
-                "skip": skip,
-            }
-        )
-        agreed = [{name: value for name, value in start.items() if name != "seed"} for start in starts]
-        check_same(agreed, "balance: call set_epoch() and load_state_dict(), and set global_batch, alike on all ranks")
+        start = {
+            "epoch": self.epoch,
+            "global batch": self.global_batch,
+            "sampler epoch": sampler.epoch if isinstance(sampler, DistributedSampler) else None,
+            "skip": skip,
+        }
+        seeds, starts = zip(*self._exchange.all_gather((self._seed, start)), strict=True)
+        check_same(starts, "balance: call set_epoch() and load_state_dict(), and set global_batch, alike on all ranks")
         self._trained.bind_layers()
         if self._weights is not None:
             self._weights.add_new_parameters()
         self._balance.drop_time()  # of what ran between epochs
-        self._seed = starts[0]["seed"]
-        self._consumed = starts[0]["skip"]
+        self._seed, self._consumed = seeds[0], skip
         if self._arrangement is not None and self._arrangement.by_parts:  # an update that was begun is trained again
             self._consumed -= self._consumed % (self._accumulate * self.global_batch)
         timer = self._balance.timer
@@ -397,7 +385,7 @@ class BalancedLoader:
         self._cuts_anew = False
         batches: Any = iter(self._outer)
         try:
-            while (batch := next(batches, _END)) is not _END:
+            while (batch := next(batches, self)) is not self:
                 self._begin_batch(self._steps.read.popleft())
                 if timer is not None:
                     timer.start()
@@ -489,7 +477,7 @@ class BalancedLoader:
         self._trained.end_parts()
         if (whole := self._batch) is None or not self._trains_as_read:
             raise RuntimeError("micro_batches() has no batch to cut; call it in the loop over this loader")
-        minimum, is_sum = self._balance.minimum, self._loss_reduction == "sum"
+        minimum, is_sum = self._balance.split.minimum, self._loss_reduction == "sum"
         parts = MicroBatches(self._trained, whole, batch, minimum, self._count, self._begin_part, is_sum=is_sum)
         with waiting_for_ranks():
             number = self._lockstep.most_parts(partial(parts.needed, self._returned, max_size, max_cost))
@@ -630,10 +618,8 @@ class BalancedLoader:
         self._exchange.wait(EXIT_SECONDS)
         _open.discard(self._lockstep)
         self._restore()
-        self._balance.close()
+        self._balance.drop_time()
         self._trained.close()
-        if self._weights is not None:
-            self._weights.close()
         if self._shared_exchange is None:
             self._exchange.close()
 
@@ -641,29 +627,27 @@ class BalancedLoader:
 def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
     """Return the networks that the loop trains; the last one holds parameters of no network."""
     networks: list[nn.Module] = []
-    parameters = nn.ParameterList()
-
-    def add(given: Any) -> None:
+    parameters, left = nn.ParameterList(), [model]
+    while left:
+        given = left.pop(0)
         if isinstance(given, nn.Module):
             networks.append(given)
         elif isinstance(given, nn.Parameter):
             parameters.append(given)
         elif (given is model and isinstance(model, Iterable)) or isinstance(given, list | tuple | Iterator):
-            for each in given:
-                add(each)
+            left[:0] = given
         else:
             swapped = ": write balance(model, loader)" if isinstance(loader, nn.Module) else ""
             raise TypeError(
                 f"the first argument of balance() is a {type(model).__name__}; expected the network that the loop "
                 f"trains, or a list of its networks and of parameters of no network{swapped}"
             )
-
-    add(model)
     return [*networks, parameters] if len(parameters) else networks
 
 
 _open: weakref.WeakSet[Lockstep] = weakref.WeakSet()  # of loaders that are not closed
-_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_iterations: weakref.WeakKeyDictionary[Any, BalancedLoader] = weakref.WeakKeyDictionary()
+"""Those of each loader, which they keep, with its hooks: a loop may read the end before its last backward."""
 
 
 @atexit.register
@@ -672,37 +656,20 @@ def _end_all() -> None:
     if getattr(sys, "last_value", None) is not None and dist.is_initialized():
         for lockstep in list(_open):
             lockstep.leave(Signal.FAILED)
-    for iterator in list(_iterators):  # later, Python has taken away what they call
+    for iteration in list(_iterations):  # later, Python has taken away what they call
         with suppress(ValueError):  # it runs in another thread, or its process group was destroyed
-            iterator.close()
+            iteration.close()
 
 
 def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
     """Yield the batches of a loader; the time of loading counts for this rank's steps."""
     batches = iter(loader)
-    while True:
-        timer.resume()
-        try:
-            batch = next(batches, _END)
-        finally:
-            timer.pause()
-        if batch is _END:
-            return
+    timer.resume()
+    for batch in batches:
+        timer.pause()
         yield batch
-
-
-class _Iteration(Iterator[Any]):
-    """Iteration over a loader, which it keeps, with its hooks: a loop may read the end before its last backward."""
-
-    def __init__(self, loader: BalancedLoader) -> None:
-        self._loader, self._batches = loader, loader._batches()
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-    def close(self) -> None:
-        """Leave the epoch."""
-        self._batches.close()
+        timer.resume()
+    timer.pause()
 
 
 class _Steps:
@@ -719,9 +686,7 @@ class _Steps:
         source = owner._source
         loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
         assert owner._seed is not None
-        outer: Any = owner._outer
-        if outer is not self:
-            outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
+        owner._outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
         shares = source.shares(loader, owner._seed + owner.epoch, owner._consumed)
         for batch, data in owner._lockstep.batches(shares, source.read_ahead, owner._first):
             self.read.append(batch)
@@ -737,15 +702,12 @@ class _Steps:
 
 
 def checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
-    """Return the loads of all ranks; ValueError or TypeError if one is no number above 0."""
-    if isinstance(loads, str):
-        if loads != "auto":
-            raise ValueError(f"loads is {loads!r}; expected 'auto' or a number above 0 for each rank, such as [3, 1]")
+    """Return the loads of all ranks; ValueError if one is no number above 0."""
+    if isinstance(loads, str) and loads == "auto":
         return [1.0] * size
-    try:
-        checked = check_work_load_list(loads, size)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks") from None
-    if not all(checked):
-        raise ValueError(f"loads is {loads!r}; expected a number above 0 for each of {size} ranks")
-    return checked
+    with suppress(TypeError, ValueError):
+        if all(checked := check_work_load_list(loads, size)):
+            return checked
+    raise ValueError(
+        f"loads is {loads!r}; expected a number above 0 for each of {size} ranks, such as [3, 1], or 'auto'"
+    )

@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
-from gangline.kvstore.reducer.waits import timers
+from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balance.balanced_loader import BalancedLoader as BalancedLoader
 from gangline.models.balance.global_order import ShareSampler
 from gangline.models.balance.gradient_weights import wrapper_of
 from gangline.models.balance.rank_exchange import group_of
-from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balanced_batch import BalancedBatch, evaluated
+from gangline.models.rank_timer import RankTimer
 
 _OPTIONS = ["loads", "global_batch", "memory", "lengths", "padding"]  # of `balance`
 
@@ -25,7 +25,7 @@ class EvaluationSampler(ShareSampler):
     """Batch sampler of one rank, whose share is never empty."""
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        return without_empty_shares(super()._global_batches(seed, skip), len(self._balance.loads))
+        return without_empty_shares(super()._global_batches(seed, skip), len(self._balance.split.loads))
 
 
 class EvaluationLoader(BalancedLoader):
@@ -57,22 +57,18 @@ class EvaluationLoader(BalancedLoader):
             options["group"] = group_of(networks, options["group"])
         super().__init__([], loader, **options)
         if training is not None and self._balance.timer is not None:
-            start = self._kept or training.loads
-            self._balance.load_state({"loads": start, "speeds": {**self._balance.state()["speeds"], "loads": start}})
+            self._balance.set_loads(self._kept or training.loads)
 
     def _batches(self) -> Generator[Any, None, None]:
-        paused = [timer for timer in timers if timer is not self._balance.timer and timer.pause()]
         guard = register_optimizer_step_pre_hook(_check_step)
-        try:
-            yield from super()._batches()
-        finally:
-            guard.remove()
-            self._end_batch()
-            for unit in self._units:  # a root stays whole after forward, and would keep old weights after a step
-                unit.reshard()
-            for timer in paused:
-                timer.pause()
-                timer.resume()
+        with waiting_for_ranks():  # pauses the timers of training
+            try:
+                yield from super()._batches()
+            finally:
+                guard.remove()
+                self._end_batch()
+                for unit in self._units:  # a root stays whole after forward, and would keep old weights after a step
+                    unit.reshard()
 
     def _begin_training(self, batch: BalancedBatch) -> None:
         evaluated[:] = [batch]

@@ -6,7 +6,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, starmap, zip_longest
 from typing import Any
 
 import numpy as np
@@ -34,28 +34,80 @@ _COMPARED = 4096  # samples of a data set of which ranks compare whether their s
 _HASH, _BITS = 2654435761, 0xFFFFFFFF  # samples are compared whose index times the first has low bits of a small number
 
 
-class SampleOrder:
-    """Order of a sampler that every rank can repeat: sequential, random by seed, or that of a DistributedSampler."""
+class GlobalOrder:
+    """Order of the samples of all ranks in an epoch, drawn by the sampler of a loader over a map-style data set.
 
-    def __init__(self, sampler: Sampler[int], size: int, *, drop_last: bool) -> None:
-        self._sampler, self._size, self._drop_last = sampler, size, drop_last
+    Every rank repeats a sampler that is sequential, random by seed, or a DistributedSampler. Of other samplers rank 0's
+    draws for all ranks or, if each draws its rank's part, those of all ranks. The lists of a batch sampler of the
+    user's own are not cut: a global batch is one from each rank, or as many from rank 0.
+    """
+
+    rank_lengths: Sequence[int | None] = ()
+    """Lengths of all ranks, if each draws its own part."""
+
+    def __init__(self, loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> None:
+        """Check the loader; ValueError if it cannot be cut to global batches of this size, None: its own."""
+        batches: Any = loader.batch_sampler
+        if batches is None:
+            raise ValueError(
+                "the DataLoader has batch_size=None, so its samples are not collated into batches that can be "
+                "cut; expected a batch_size or a batch_sampler"
+            )
+        sampler: Any = sampler_of(loader)
+        self._sampler, self._exchange, self._lists = sampler, exchange, batches
+        self._drop_last = bool(getattr(batches, "drop_last", False))
+        is_plain = type(batches) is BatchSampler  # not a user's class, which may group samples itself
+        self.is_repeated = is_plain and type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler)
+        owners = (sampler, batches, getattr(batches, "sampler", None))
+        self.of_all_ranks = not self.is_repeated and any(map(_knows_ranks, owners))
+        self._is_cut = is_plain and not self.of_all_ranks
+        samples, batch_size = global_batch if is_plain else None, getattr(batches, "batch_size", None)
+        self.size = check_global_batch(samples, exchange.size, batch_size or 1)
+        if self._is_cut:
+            self._lists = BatchSampler(sampler, batches.batch_size, False)
+        elif global_batch is not None:
+            raise ValueError(
+                f"global_batch is {global_batch}, but the {type(sampler if is_plain else batches).__name__} decides "
+                "the size of batches; leave global_batch out"
+            )
+        self._samples = length_of(loader.dataset)  # None, once the samples that ranks draw have been compared
 
     def resize(self, size: int) -> None:
-        """Set the samples of a global batch, for iterations that begin later."""
-        self._size = size
+        """Set the samples of a global batch, for iterations that begin later; ValueError if the sampler decides."""
+        if not self._is_cut:
+            raise ValueError(f"global_batch is set to {size}, but the sampler decides the size of batches")
+        self.size = size
 
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch shuffled by ``seed``, without its first ``skip`` samples."""
-        return iter(BatchSampler(islice(self._indices(seed), skip, None), self._size, self._drop_last))
+    @property
+    def length(self) -> int | None:
+        """Number of global batches of an epoch; None: unknown."""
+        if self.rank_lengths:
+            return None if None in self.rank_lengths else max(length or 0 for length in self.rank_lengths)
+        if self._is_cut:
+            count, size = self._count(), self.size
+        else:
+            count, size = length_of(self._lists), 1 if self.of_all_ranks else self._exchange.size
+        return None if count is None else count // size if self._drop_last else -(-count // size)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Values that must be the same on all ranks."""
+        if not self.is_repeated:
+            return {} if self.of_all_ranks else {"the number of batches": self.length}
         names = ("replacement", "shuffle", "seed", "num_replicas")
         return {
             "the number of samples": self._count(),
             **{f"the sampler's {name}": getattr(self._sampler, name) for name in names if hasattr(self._sampler, name)},
         }
+
+    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
+        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective."""
+        lists = self._drawn_lists()
+        if not self._is_cut:
+            of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
+            return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
+        indices = self._indices(seed) if self.is_repeated else chain.from_iterable(lists)
+        return iter(BatchSampler(islice(indices, skip, None), self.size, self._drop_last))
 
     def _indices(self, seed: int) -> Iterator[int]:
         sampler: Any = self._sampler
@@ -65,82 +117,23 @@ class SampleOrder:
         if not isinstance(sampler, DistributedSampler):
             return iter(sampler)
         # The indices of all ranks, without padding.
-        whole: DistributedSampler[Any] = DistributedSampler(
-            sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed
-        )
+        whole: Any = DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
         whole.set_epoch(sampler.epoch)
         return islice(whole, self._count())
 
-    def _count(self) -> int:
+    def _count(self) -> int | None:
+        """Return the number of samples of an epoch; None: unknown."""
         sampler: Any = self._sampler
         is_distributed = isinstance(sampler, DistributedSampler)
-        return min(len(sampler.dataset), sampler.total_size) if is_distributed else len(sampler)
+        return min(len(sampler.dataset), sampler.total_size) if is_distributed else length_of(sampler)
 
-    @property
-    def length(self) -> int:
-        """Number of global batches of an epoch."""
-        return _batch_count(self._count(), self._size, drop_last=self._drop_last)
-
-
-class RankOrder:
-    """Order drawn by samplers: by rank 0's, or by those of all ranks if each draws its own part."""
-
-    length: int | None
-    """Number of global batches according to this rank's sampler; None: unknown."""
-
-    def __init__(
-        self,
-        lists: Iterable[Sequence[Any]],
-        exchange: RankExchange,
-        *,
-        of_all_ranks: bool,
-        size: int | None,
-        drop_last: bool,
-        samples: int | None,
-    ) -> None:
-        """Read this rank's lists of indices, anew for each epoch.
-
-        With ``of_all_ranks`` a global batch is one list from each rank; else as many lists from rank 0, or with
-        ``size`` that many samples cut from them. The other ranks then draw too, as in a loop without `balance`, and
-        compare the samples of their first epoch, of a data set of ``samples``, with those of rank 0.
-        """
-        self._lists, self._exchange, self._of_all_ranks = lists, exchange, of_all_ranks
-        self._size, self._drop_last, self._samples = size, drop_last, samples
-        self._measure()
-
-    def _measure(self) -> None:
-        count = length_of(self._lists if self._size is None else getattr(self._lists, "sampler", None))
-        per_batch = self._size or (1 if self._of_all_ranks else self._exchange.size)
-        self.length = None if count is None else _batch_count(count, per_batch, drop_last=self._drop_last)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Values that must be the same on all ranks."""
-        return {} if self._of_all_ranks else {"the number of batches": self.length}
-
-    def resize(self, size: int) -> None:
-        """Set the samples of a global batch; ValueError if the sampler decides them."""
-        if self._size is None:
-            raise ValueError(f"global_batch is set to {size}, but the sampler decides the size of batches")
-        self._size = size
-        self._measure()
-
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:  # noqa: ARG002  the sampler is the user's
-        """Return the global batches of an epoch, without its first ``skip`` samples. Collective."""
-        lists = chain.from_iterable(self._chunks())
-        if self._size is not None:
-            indices = islice(chain.from_iterable(lists), skip, None)
-            return iter(BatchSampler(indices, self._size, self._drop_last))
-        of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
-        return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
-
-    def _chunks(self) -> Iterator[list[Sequence[Any]]]:
-        """Return lists in the order of training, in chunks."""
-        reads = self._of_all_ranks or not self._exchange.rank
+    def _drawn_lists(self) -> Iterator[Sequence[Any]]:
+        """Return the lists of samplers in the order of training. Collective, a chunk at a time."""
+        reads = self.of_all_ranks or not self._exchange.rank
         own = chain(self._lists)  # `read` opens it, whose errors reach all ranks
-        count = _CHUNK if self._of_all_ranks else _CHUNK * self._exchange.size
+        count = _CHUNK if self.of_all_ranks else _CHUNK * self._exchange.size
         drawn: set[int] = set()  # some of the samples, the same on all ranks if all draw all
-        part = 0.0 if self._of_all_ranks or not self._samples else _COMPARED / self._samples
+        part = 0.0 if self.of_all_ranks or not self._samples else _COMPARED / self._samples
 
         def read() -> tuple[list[Any] | Tensor, list[int]]:
             lists = [list(each) for each in islice(own, count)]
@@ -151,19 +144,10 @@ class RankOrder:
                 drawn.update(packed[(packed * _HASH & _BITS) <= part * _BITS].tolist())
             return (packed, [len(each) for each in lists]) if reads else ([], [])
 
-        while True:
-            found = [
-                _cut(*packed) for packed in self._exchange.all_gather_results(read, "reading the order of samples")
-            ]
-            if not any(found):
-                if part:
-                    self._compare(drawn)
-                return
-            if self._of_all_ranks:
-                longest = max(map(len, found))
-                yield [of_rank[n] if n < len(of_rank) else [] for n in range(longest) for of_rank in found]
-            else:
-                yield found[0]
+        while any(found := [*starmap(_cut, self._exchange.all_gather_results(read, "reading the order of samples"))]):
+            yield from chain.from_iterable(zip_longest(*found, fillvalue=[])) if self.of_all_ranks else found[0]
+        if part:
+            self._compare(drawn)
 
     def _compare(self, drawn: set[int]) -> None:
         """Raise MismatchError, on all ranks, if each rank's sampler has drawn its own part of the data. Collective."""
@@ -184,46 +168,6 @@ def _cut(indices: list[Any] | Tensor, lengths: list[int]) -> list[Sequence[Any]]
     return [list(islice(flat, length)) for length in lengths]
 
 
-GlobalOrder = SampleOrder | RankOrder
-"""Order of the samples of all ranks in an epoch."""
-
-
-def order_of(loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> tuple[GlobalOrder, int]:
-    """Return the global order of a loader over a map-style data set, and the samples of a full global batch."""
-    batches: Any = loader.batch_sampler
-    if batches is None:
-        raise ValueError(
-            "the DataLoader has batch_size=None, so its samples are not collated into batches that can be "
-            "cut; expected a batch_size or a batch_sampler"
-        )
-    sampler: Any = sampler_of(loader)
-    drops = bool(getattr(batches, "drop_last", False))
-    is_plain = type(batches) is BatchSampler  # not a user's class, which may group samples itself
-    of_all_ranks = any(_knows_ranks(owner) for owner in (sampler, batches, getattr(batches, "sampler", None)))
-    if is_plain:
-        size = check_global_batch(global_batch, exchange.size, batches.batch_size)
-        if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
-            return SampleOrder(sampler, size, drop_last=drops), size
-    else:
-        size = (getattr(batches, "batch_size", None) or 1) * exchange.size
-    if global_batch is not None and (of_all_ranks or not is_plain):
-        owner = sampler if is_plain else batches
-        raise ValueError(
-            f"global_batch is {global_batch}, but the {type(owner).__name__} decides the size of batches; leave "
-            "global_batch out"
-        )
-    is_cut = is_plain and not of_all_ranks
-    order = RankOrder(
-        BatchSampler(sampler, batches.batch_size, False) if is_cut else batches,
-        exchange,
-        of_all_ranks=of_all_ranks,
-        size=size if is_cut else None,
-        drop_last=drops,
-        samples=length_of(loader.dataset),
-    )
-    return order, size
-
-
 def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) -> int:
     """Return the number of samples of a global batch; ValueError if it is below one for each rank."""
     if global_batch is None:
@@ -233,10 +177,6 @@ def check_global_batch(global_batch: int | None, ranks: int, batch_size: int) ->
             f"global_batch is {global_batch!r}; expected an int with at least one sample for each of {ranks} ranks"
         )
     return global_batch
-
-
-def _batch_count(samples: int, size: int, *, drop_last: bool) -> int:
-    return samples // size if drop_last else -(-samples // size)
 
 
 def _knows_ranks(sampler: object) -> bool:
@@ -260,15 +200,12 @@ class ShareSampler(Sampler[list[Any]]):
     the same steps.
     """
 
-    def __init__(
-        self, order: GlobalOrder, balance: RankBalance, ahead: int, arrangement: Arrangement | None = None
-    ) -> None:
+    def __init__(self, order: GlobalOrder, balance: RankBalance, ahead: int, arrangement: Arrangement | None) -> None:
         """Cut an order; each rank's DataLoader prefetches at most ``ahead`` batches."""
         self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
         self._known: deque[tuple[list[Any] | Update, Split]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[BalancedBatch] = deque()  # batches not returned yet
         self._batches: Iterator[list[Any] | Update | None] = iter(())
-        self._is_complete = False
 
     def shares(self, loader: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
         """Return this rank's shares of an epoch shuffled by ``seed``, without its first ``skip`` samples. Collective.
@@ -278,7 +215,6 @@ class ShareSampler(Sampler[list[Any]]):
         """
         self._known.clear()
         self._drawn.clear()
-        self._is_complete = False
         self._batches = self._global_batches(seed, skip)
         for _ in range(self._ahead + 1):
             self.read_ahead()
@@ -293,9 +229,8 @@ class ShareSampler(Sampler[list[Any]]):
 
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
-        following = list(islice(self._batches, 1))
+        following = islice(self._batches, 1)
         self._known.extend((batch, self._balance.split) for batch in following if batch is not None)
-        self._is_complete = not following
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Draw the shares of the epoch that `shares` began."""
@@ -303,7 +238,7 @@ class ShareSampler(Sampler[list[Any]]):
             for batch, samples in shares_of(*self._known.popleft(), self._arrangement):
                 self._drawn.append(batch)
                 yield samples
-        assert self._is_complete, "the DataLoader drew further ahead than num_workers x prefetch_factor"
+        assert next(self._batches, None) is None, "the DataLoader drew further ahead than num_workers x prefetch_factor"
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from gangline.kvstore.nan_check import checks_finite, not_finite
+from gangline.kvstore.reducer.sharded_weights import is_divided
 from gangline.models.balanced_batch import NOTHING_COUNTS, BatchesOfNetworks, WeakCall, of_parameter, weighted
 from gangline.models.batchnorm.distributed_batchnorm import DistributedBatchNorm
 
@@ -41,24 +41,25 @@ class GradientWeights:
     The hooks run before those that reduce gradients. They neither see nor change modes, outputs and losses.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], batches: BatchesOfNetworks, *, is_tracked: bool) -> None:
-        """Add the hooks; `close` removes them. Collective with FSDP2, whose parameters are gathered.
+    def __init__(
+        self, networks: Sequence[nn.Module], batches: BatchesOfNetworks, reduction: Reduction | None = None
+    ) -> None:
+        """Add the hooks, which ``batches`` removes. Collective with FSDP2, whose parameters are gathered.
 
-        The networks are the modules that the training loop calls, with their wrappers. ``is_tracked``: their all-reduce
-        is tracked where it can be.
+        The networks are the modules that the training loop calls, with their wrappers; ``reduction`` is theirs.
         """
-        _check_batchnorm(networks)
-        self._batches = batches
+        for name, layer in (pair for network in networks for pair in network.named_modules()):
+            if isinstance(layer, nn.SyncBatchNorm):
+                raise ValueError(
+                    f"layer {name!r} is torch's SyncBatchNorm, whose backward sums gradients of ranks without their "
+                    "weights; call gangline.convert_sync_batchnorm(network) before the network is wrapped"
+                )
+        self._networks, self._batches, self._reduction = networks, batches, reduction
         self._is_warned = False
-        self.reduction = reduction_of(networks) if is_tracked else None
-        """Tracks the all-reduce; None: skip() is not possible."""
-        self._networks = list(networks)
         self._unreduced = _frozen_at_wrapping(networks)
-        self._hooks: list[RemovableHandle] = []
         self._checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = weakref.WeakKeyDictionary()
         self._without_wrapper: set[tuple[torch.Size, ...]] = set()  # shapes of the parameters of an optimizer
-        self._hooks.append(register_optimizer_step_pre_hook(WeakCall(self._check_step)))
-        self.close = weakref.finalize(self, _remove, weakref.ref(batches), self._hooks)
+        batches.hooks.append(register_optimizer_step_pre_hook(WeakCall(self._check_step)))
         for unit in (module for network in networks for module in network.modules() if isinstance(module, FSDPModule)):
             self._add_to_gathered(unit)
         self.add_new_parameters()
@@ -66,8 +67,8 @@ class GradientWeights:
     def _weighted(self, gradient: Tensor) -> Tensor | None:
         """Return a gradient times the weight of its batch; None: unchanged."""
         batch = self._batches.note_gradient()
-        if self.reduction is not None:
-            self.reduction.note_gradient()
+        if self._reduction is not None:
+            self._reduction.note_gradient()
         if batch is None and self._batches.has_begun and not self._is_warned:
             self._is_warned = True
             _log.warning(
@@ -112,14 +113,13 @@ class GradientWeights:
         of_parameter[parameter] = weakref.ref(self._batches)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-        is_frozen = not parameter.requires_grad
+        requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter accepts no hook, but may be unfrozen later
         calls: list[Callable[..., Any]] = [WeakCall(self._weighted)]
         if checks_finite():
             calls.append(partial(WeakCall(self._check_finite), name))
-        self._hooks += [parameter.register_hook(call) for call in calls]  # type: ignore[no-untyped-call]
-        if is_frozen:
-            parameter.requires_grad_(False)
+        self._batches.hooks += [parameter.register_hook(call) for call in calls]  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(requires_grad)
 
     def _check_finite(self, name: str, gradient: Tensor) -> None:
         if self._batches.handed_out is None:
@@ -127,9 +127,10 @@ class GradientWeights:
         values = gradient._values() if gradient.is_sparse else gradient
         if values.isfinite().all():
             return
-        if self.reduction is None:
+        if self._reduction is None:
             raise not_finite(name, dist.get_rank())
-        self.reduction.note_not_finite(name.removeprefix("module."))  # raised on all ranks
+        number = 1 + self._reduction.names.index(name.removeprefix("module."))
+        self._reduction.not_finite = self._reduction.not_finite or number  # raised on all ranks
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check that the stepping optimizer has only parameters whose gradients have the batch's weight."""
@@ -185,13 +186,12 @@ class GradientWeights:
 def check_not_balanced(networks: Sequence[nn.Module]) -> None:
     """Raise RuntimeError if the gradients of a network, or of a part of it, have weights already."""
     for network in networks:
-        for parameter in network.parameters():
-            if of_parameter.get(parameter, lambda: None)() is not None:
-                raise RuntimeError(
-                    f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
-                    "weighted twice; balance the loader that trains only, and write loader.evaluation(...) for others; "
-                    "to train with another loader, call close() of the first one"
-                )
+        if any(of_parameter.get(parameter, lambda: None)() is not None for parameter in network.parameters()):
+            raise RuntimeError(
+                f"the {type(network).__name__} is balanced already, by another loader, and its gradients would be "
+                "weighted twice; balance the loader that trains only, and write loader.evaluation(...) for others; to "
+                "train with another loader, call close() of the first one"
+            )
 
 
 def _frozen_at_wrapping(networks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -229,22 +229,6 @@ def averages(network: nn.Module, name: str) -> bool:
     return name.removeprefix("_orig_mod.").removeprefix("module.") not in model.parameters_to_ignore
 
 
-def _check_batchnorm(networks: Sequence[nn.Module]) -> None:
-    for name, layer in (pair for network in networks for pair in network.named_modules()):
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise ValueError(
-                f"layer {name!r} is torch's SyncBatchNorm, whose backward sums gradients of ranks without their "
-                "weights; call gangline.convert_sync_batchnorm(network) before the network is wrapped"
-            )
-
-
-def _remove(owner: weakref.ref[BatchesOfNetworks], hooks: list[RemovableHandle]) -> None:
-    while hooks:
-        hooks.pop().remove()
-    for parameter in [parameter for parameter, of in of_parameter.items() if of is owner or of() is None]:
-        del of_parameter[parameter]
-
-
 def wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     """Return the type of a wrapper that averages gradients, with one of the parameters; None: there is none."""
     wanted = {id(parameter) for parameter in parameters}
@@ -252,9 +236,9 @@ def wrapper_of(parameters: Sequence[Tensor]) -> str | None:
     if (deepspeed := sys.modules.get("deepspeed")) is not None:
         kinds = (*kinds, deepspeed.DeepSpeedEngine)
     found = [
-        module
-        for module in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-        if any(id(parameter) in wanted for parameter in module.parameters())
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), kinds) and any(id(parameter) in wanted for parameter in thing.parameters())
     ]
     if not found:
         return None
@@ -277,7 +261,7 @@ def replicated(networks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for index, network in enumerate(networks):
-        if not FullyShardedDataParallel.fsdp_modules(network):  # whose parameters are flat
+        if not (is_divided(network) or FullyShardedDataParallel.fsdp_modules(network)):  # whose parameters are flat
             suffix = f" of network {index}" if len(networks) > 1 else ""
             named = network.named_parameters()
             found |= {f"{name}{suffix}": one for name, one in named if _is_replica(network, name, one)}
@@ -305,8 +289,6 @@ class Reduction:
         self.names, self._parameters = list(named), list(named.values())
         # With find_unused_parameters the used parameters are unknown, so the first gradient counts.
         self._expected = 1 if model.find_unused_parameters else len(named)
-        self.is_exact = not model.find_unused_parameters
-        """False if a gradient of zeros is not equivalent to None: parameters may be unused on all ranks."""
         self.listener: Callable[[], Any] = lambda: None
         """Returns the `Lockstep` that is called at the ends of backward passes and reductions, if it exists."""
         self.not_finite = 0
@@ -325,7 +307,8 @@ class Reduction:
         self.arrived = 0  # gradients of the current backward that are to be reduced
         self.is_partial = False  # this batch has accumulated gradients that are not reduced yet (`no_sync`)
         self.is_ended = False  # a backward of this batch has reduced gradients
-        self.adds = False  # the parameters had gradients before those of this batch
+        # Other batches have added gradients, or zeros take the place of None where all ranks leave a parameter unused.
+        self.is_mixed = self._model.find_unused_parameters
         self._has_entered = False  # into the forward of the network
 
     def _note_forward(self, *_: object) -> None:
@@ -336,7 +319,7 @@ class Reduction:
         if self._is_completing:
             return
         if not (self.arrived or self.is_partial):
-            self.adds = self._parameters[0].grad is not None
+            self.is_mixed = self._model.find_unused_parameters or self._parameters[0].grad is not None
         if not self._model.require_backward_grad_sync:
             self.is_partial = True
             return
@@ -344,10 +327,6 @@ class Reduction:
         if self.arrived == self._expected:
             # Runs before DistributedDataParallel's callback, which is queued after the last gradient.
             Variable._execution_engine.queue_callback(self._end_backward)
-
-    def note_not_finite(self, name: str) -> None:
-        """Note that the gradient of a parameter is not finite."""
-        self.not_finite = self.not_finite or 1 + self.names.index(name)
 
     def _end_backward(self) -> None:
         if (listener := self.listener()) is not None:
@@ -377,49 +356,30 @@ class Reduction:
         self.enter_forward()
         self._is_completing = True
         try:
-            with torch.enable_grad():
-                self._zeros().backward()
+            torch.autograd.backward(self._zeros())
         finally:
             self._is_completing = False
             self.arrived, self.is_partial, self.is_ended = 0, False, True
 
     def _zeros(self) -> Any:
-        """Return a tensor with zero gradients with respect to the parameters that have no gradient yet."""
-        if not self.arrived:
-            output = _Zeros.apply(*self._parameters)  # type: ignore[no-untyped-call]
-            return self._model._post_forward(output)  # type: ignore[no-untyped-call]
-        count, missing = len(self._parameters), [one for one in self._parameters if one.grad is None]
-        if not missing or count - len(missing) > self.arrived:
-            raise RuntimeError(
-                f"backward failed after {self.arrived} of {count} gradients, and an earlier one had brought others, so "
-                "it is not known which are reduced already; restart from a checkpoint"
-            )
-        return _Zeros.apply(*missing)  # type: ignore[no-untyped-call]
+        """Return tensors with zero gradients with respect to the parameters that have no gradient yet."""
+        parameters = self._parameters
+        if self.arrived:
+            count, parameters = len(parameters), [one for one in parameters if one.grad is None]
+            if not parameters or count - len(parameters) > self.arrived:
+                raise RuntimeError(
+                    f"backward failed after {self.arrived} of {count} gradients, and an earlier one had brought "
+                    "others, so it is not known which are reduced already; restart from a checkpoint"
+                )
+        with torch.enable_grad():  # sums of no values, for 0 times NaN is NaN
+            zeros = [one.unsqueeze(0)[:0].abs().sum() for one in parameters if one.requires_grad]
+            return zeros if self.arrived else self._model._post_forward(zeros)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
-        """Multiply the gradient."""
+        """Multiply the gradient; by 0: remove it, so that the optimizer does nothing."""
         for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    def drop(self) -> None:
-        """Remove the gradient, so that the optimizer does nothing."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-
-class _Zeros(torch.autograd.Function):
-    """A tensor with zero gradients with respect to the given parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in ctx.saved_tensors)
+            parameter.grad = parameter.grad.mul_(factor) if factor and parameter.grad is not None else None
 
 
 def reduction_of(networks: Sequence[nn.Module]) -> Reduction | None:

@@ -63,21 +63,15 @@ class IterableBatches:
     """Cuts the batches of a loader to shares as they come."""
 
     def __init__(
-        self,
-        loader: Any,
-        is_same: bool,
-        size: int,
-        balance: RankBalance,
-        arrangement: Arrangement | None = None,
-        budget: float = 0.0,
+        self, loader: Any, is_same: bool, size: int, balance: RankBalance, arrangement: Arrangement | None
     ) -> None:
-        """Cut to global batches of ``size``, or of a cost of ``budget``; ``is_same``: all ranks read the same stream.
+        """Cut to global batches of ``size``, or of a budget; ``is_same``: all ranks read the same stream.
 
         With ``arrangement`` the loader returns lists of samples, which are collated here once they are cut.
         """
         self._loader, self._batch_size = loader, getattr(loader, "batch_size", None)
-        self._is_same, self._size, self._balance = is_same, size, balance
-        self._arrangement, self._budget = arrangement, budget
+        self._is_same, self.size, self._balance = is_same, size, balance
+        self._arrangement = arrangement
 
     def shares(self, batches: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
         """Return shares as `ShareSampler.shares`; without samples once this rank's stream has ended."""
@@ -96,9 +90,9 @@ class IterableBatches:
 
     def resize(self, size: int) -> None:
         """Set the samples of a global batch; ValueError if a budget decides them."""
-        if self._budget:
-            raise ValueError(f"global_batch is set to {size}, but budget={self._budget} decides the size of batches")
-        self._size = size
+        if self._arrangement is not None and (budget := self._arrangement.budget):
+            raise ValueError(f"global_batch is set to {size}, but budget={budget} decides the size of batches")
+        self.size = size
 
     def read_ahead(self) -> None:
         """Do nothing: each rank reads its stream alone."""
@@ -110,18 +104,17 @@ class IterableBatches:
         if self._is_same and own_iteration(loader) is None:
             samples = length_of(loader.dataset)
             if samples is not None and loader.drop_last:
-                return samples // batch_size * batch_size // self._size
-        elif self._is_same and self._batch_size and not self._size % batch_size:  # its last batch may be smaller
+                return samples // batch_size * batch_size // self.size
+        elif self._is_same and self._batch_size and not self.size % batch_size:  # its last batch may be smaller
             samples = None if (batches := length_of(loader)) is None else batches * batch_size
         if samples is None:
             raise TypeError("the streams have no length, so the number of batches is not known")
-        return -(-samples // self._size)
+        return -(-samples // self.size)
 
     def _of_same(self, samples: JoinedBatches, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
-        while skip > 0 and (left_out := samples.take(min(skip, self._size))[0]):
+        while skip > 0 and (left_out := samples.take(min(skip, self.size))[0]):
             skip -= left_out
-        while (taken := samples.take(self._size))[0]:
-            total, batch = taken
+        for total, batch in iter(lambda: samples.take(self.size), (0, None)):
             split = self._balance.split
             counts = split.counts(total)
             begin, own = sum(counts[: split.rank]), counts[split.rank]
@@ -133,18 +126,18 @@ class IterableBatches:
         repeated: Any = None
         while True:
             split = self._balance.split
-            own, batch = samples.take(split.counts(self._size)[split.rank])
+            own, batch = samples.take(split.counts(self.size)[split.rank])
             if own:
                 repeated = samples.cut(batch, 0, split.minimum)
             elif repeated is None:
                 raise self._has_no_samples()
-            yield BalancedBatch(samples=own, cost=own, agreed=self._size), batch if own else repeated
+            yield BalancedBatch(samples=own, cost=own, agreed=self.size), batch if own else repeated
 
     def _cut(
         self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int
     ) -> Iterator[tuple[BalancedBatch, list[Any]]]:
         """Return this rank's part of each global batch of the same stream, by cost."""
-        order = iter(lambda: list(islice(samples, self._size)), [])  # `resize` holds from the next batch on
+        order = iter(lambda: list(islice(samples, self.size)), [])  # `resize` holds from the next batch on
         if not arrangement.joins:
             skip -= sum(1 for _ in islice(samples, skip))
         for batch in arrangement.batches(order, seed, skip):
@@ -153,13 +146,13 @@ class IterableBatches:
 
     def _filled(self, arrangement: Arrangement, samples: Iterator[Any]) -> Iterator[tuple[BalancedBatch, list[Any]]]:
         """Fill shares from this rank's own stream up to its part of the budget; then repeat a sample of weight 0."""
-        lengths, minimum = arrangement.lengths, self._balance.minimum
+        lengths, budget, minimum = arrangement.lengths, arrangement.budget or 0.0, self._balance.split.minimum
         first = sample = next(samples, _END)
         if first is _END:
             raise self._has_no_samples()
         while sample is not _END:
             share: list[Any] = []
-            costs, limit = np.array([]), self._balance.split.part_of(self._budget)
+            costs, limit = np.array([]), self._balance.split.part_of(budget)
             while sample is not _END:
                 added = np.append(costs, lengths.of([sample]))
                 if len(share) >= minimum and lengths.cost(added) > limit:
@@ -167,12 +160,12 @@ class IterableBatches:
                 share.append(sample)
                 costs, sample = added, next(samples, _END)
             in_batch = lengths.in_batch(costs)
-            yield BalancedBatch(samples=len(share), cost=lengths.cost(costs), costs=in_batch, total=self._budget), share
+            yield BalancedBatch(samples=len(share), cost=lengths.cost(costs), costs=in_batch, total=budget), share
         while True:
             yield BalancedBatch(samples=0), [first] * minimum
 
     def _has_no_samples(self) -> ValueError:
         return ValueError(
-            f"the stream of rank {self._balance.rank} has no samples, so that rank has no batch to take part with; "
-            "expected at least one sample on each rank"
+            f"the stream of rank {self._balance.split.rank} has no samples, so that rank has no batch to take part "
+            "with; expected at least one sample on each rank"
         )

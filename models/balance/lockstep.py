@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 import weakref
 from collections import deque
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import IntEnum
-from functools import partial
 from itertools import chain, count, takewhile
 from typing import Any, Literal
 
@@ -47,21 +45,19 @@ class Signal(IntEnum):
     STOP = 4
     """It ends the epoch, and asks the others to do the same."""
     REDUCED = 5
-    """It waits for the sum of gradients: `Reduction.adds`, and the number of a parameter that is not finite, follow."""
+    """It waits for the sum of gradients. Follow: `Reduction.is_mixed`, and `Reduction.not_finite`."""
     SKIPPED = 6
-    """It has no gradient in this step: `Reduction.adds`, its share's cost if it ran out of memory, and
-    `Reduction.arrived` follow."""
-    LOST = 7
-    """Like SKIPPED, but a part of its gradient may be in the sum already."""
-    LEFT = 8
+    """It has no gradient in this step. Follow: `Reduction.is_mixed`, or 1 if a part of its gradient may be in the sum
+    already, its share's cost if it ran out of memory, and `Reduction.arrived`."""
+    LEFT = 7
     """Its loop ended before the epoch."""
-    FAILED = 9
+    FAILED = 8
     """An error ends its process or its ``with`` block."""
-    PARTS = 10
+    PARTS = 9
     """It cuts its batch to micro-batches, so many; 0: it could not."""
 
 
-_IN_STEP = (Signal.REDUCED, Signal.SKIPPED, Signal.LOST)
+_IN_STEP = (Signal.REDUCED, Signal.SKIPPED)
 _HEAD, _PER_BATCH = 3 + len(Measured._fields), 3  # numbers of a message, and those for each batch of an update
 _Rows = Sequence[Sequence[float]]
 
@@ -86,19 +82,18 @@ class Lockstep:
         *,
         loss_reduction: LossReduction,
         smallest: int,
-        accumulate: int = 1,
-        weighs_updates: bool = False,
-        has_collectives: bool = True,
+        accumulate: int,
+        has_collectives: bool,
     ) -> None:
         """Keep step; without ``reduction`` of the gradients over the ranks, steps cannot be skipped.
 
         ``count`` None: samples. A global batch of fewer than ``smallest`` samples ends the epoch. An update has
-        ``accumulate`` batches; with ``weighs_updates`` the mean of their gradients is over what all of them count.
-        Without ``has_collectives`` ranks wait for each other in the last of them only.
+        ``accumulate`` batches; with ``count`` the mean of their gradients is over what all of them count. Without
+        ``has_collectives`` ranks wait for each other in the last of them only.
         """
         self._has_collectives = has_collectives or reduction is not None
-        self._accumulate, self._weighs_updates = accumulate, weighs_updates
-        self._row = _HEAD + _PER_BATCH * accumulate
+        self._accumulate, self._width = accumulate, _HEAD + _PER_BATCH * accumulate
+        self._weighs_updates = accumulate > 1 and count is not None and loss_reduction == "mean"
         self._exchange, self._balance, self._reduction, self._count = exchange, balance, reduction, count
         self._loss_reduction, self.smallest, self._replicas = loss_reduction, smallest, replicas
         self._has_samples_as_rows = False  # the batches of this loader have had one row for each sample
@@ -158,24 +153,20 @@ class Lockstep:
         if self.is_stopping:
             self._ask(Signal.STOP)
             return deque()
-        read: list[tuple[BalancedBatch, Any]] = []
-        error = None
-        row: tuple[float, ...] = (Signal.UNREAD,)
         try:
             read = [next(shares, (BalancedBatch(samples=0), None)) for _ in range(self._accumulate)]
             numbers = [(share.samples, _count_of(self._count, share, data), share.agreed) for share, data in read]
             updates, measured = self._replicas.updates(), self._balance.measured()
-            row = (Signal.BATCH, *updates, *measured, *chain.from_iterable(numbers))
-        except Exception as raised:  # noqa: BLE001  raised on all ranks
-            error = raised
-        rows = self._ask(*row)
+        except Exception as error:
+            if self._ask(Signal.UNREAD) is None:
+                return deque()
+            self._exchange.all_gather_error(error)
+            raise
+        rows = self._ask(Signal.BATCH, *updates, *measured, *chain.from_iterable(numbers))
         if rows is None:
             return deque()
         if any(row[0] == Signal.UNREAD for row in rows):
-            try:
-                self._exchange.all_gather_results(partial(_raise, error), f"reading global batch {first}")
-            finally:
-                del error  # else it keeps its traceback's frames until garbage is collected
+            self._exchange.all_gather_results(lambda: None, f"reading global batch {first}")
         self._replicas.compare_updates([row[1:3] for row in rows], f"balance: before global batch {first}")
         batches = []
         for number, (share, _) in enumerate(read):
@@ -256,16 +247,14 @@ class Lockstep:
 
     def most_parts(self, needed: Callable[[], int]) -> int:
         """Return the largest number of micro-batches that a rank needs. Collective: an error is raised on all ranks."""
-        number, error = 0, None
-        try:
+        number = 0
+        with suppress(Exception):  # raised below, on all ranks
             number = needed()
-        except Exception as raised:  # noqa: BLE001  raised on all ranks
-            error = raised
-        rows = self._gather(Signal.PARTS, number)
+        rows = self._exchange.gather([Signal.PARTS, number], self._width)
         self._release(rows)
         self._checked(rows)
         if not all(row[1] for row in rows):
-            self._exchange.all_gather_results(partial(_raise, error), "micro_batches()")
+            self._exchange.all_gather_results(needed, "micro_batches()")
         return int(max(row[1] for row in rows))
 
     def skip(self, *, out_of_memory: bool) -> None:
@@ -278,10 +267,10 @@ class Lockstep:
                 'loss_reduction="normalized"; this batch has none, or its backward has ended'
             )
         reduction.enter_forward()
-        signal = Signal.LOST if reduction.arrived or reduction.is_partial else Signal.SKIPPED
+        is_mixed = reduction.is_mixed or reduction.is_partial or reduction.arrived > 0
         cost = max(self._batch.cost, 1.0) if out_of_memory else 0.0
-        rows = self._gather(signal, reduction.adds, cost, reduction.arrived)
-        if any(row[0] == Signal.REDUCED or (row[0] == Signal.LOST and row[3]) for row in rows):
+        rows = self._exchange.gather([Signal.SKIPPED, is_mixed, cost, reduction.arrived], self._width)
+        if any(row[0] == Signal.REDUCED or (row[0] == Signal.SKIPPED and row[3]) for row in rows):
             reduction.complete()
         reduction.is_ended = True
         self._end_step(rows)
@@ -298,14 +287,12 @@ class Lockstep:
             owed = None
         self.is_open = False
         with suppress(RuntimeError):  # of processes that have ended
-            work, rows = self._exchange.start_gather(self._padded(signal))
+            work, rows = self._exchange.start_gather([signal], self._width)
             if owed is not None and owed.has_trained:
                 owed.enter_forward()
             if owed is None and signal is not Signal.FAILED:
                 return
-            deadline = time.monotonic() + (EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
-            while not work.is_completed() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            self._exchange.wait(EXIT_SECONDS if signal is Signal.FAILED else LEAVE_SECONDS)
             if owed is not None and work.is_completed():
                 work.wait()
                 self._release(rows.tolist())
@@ -315,23 +302,16 @@ class Lockstep:
         if self._reduction is not None and any(row[0] == Signal.REDUCED for row in rows):
             self._reduction.complete()
 
-    def _padded(self, *numbers: float) -> list[float]:
-        """Return a message: all have the same length."""
-        return [*numbers, *[0.0] * (self._row - len(numbers))]
-
-    def _gather(self, signal: float, *numbers: float) -> _Rows:
-        return self._exchange.gather(self._padded(signal, *numbers))
-
     def _ask(self, signal: float, *numbers: float) -> _Rows | None:
         """Exchange what the ranks do next; None: the epoch ends."""
         reduction = self._reduction
         if self.is_open and self._batch is not None and reduction is not None and reduction.has_trained:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
         while not self.was_left:
-            rows = self._gather(signal, *numbers)
+            rows = self._exchange.gather([signal, *numbers], self._width)
             self._release(rows)
             signals = self._checked(rows)
-            if Signal.SKIPPED in signals or Signal.LOST in signals:
+            if Signal.SKIPPED in signals:
                 self._end_step(rows)
                 if Signal.LEFT not in signals:
                     continue
@@ -341,8 +321,7 @@ class Lockstep:
                 self._warn_of_left(signals)
                 break
             if Signal.STOP in signals:
-                self.is_open = False
-                return None
+                break
             if Signal.EPOCH in signals and any(each is not Signal.EPOCH for each in signals):
                 self.is_open = False
                 raise RuntimeError(
@@ -379,7 +358,7 @@ class Lockstep:
         """Signal that this rank has computed its gradient, while it is reduced. Collective."""
         reduction = self._reduction
         if self.is_open and reduction is not None:
-            self._rows = self._gather(Signal.REDUCED, reduction.adds, reduction.not_finite)
+            self._rows = self._exchange.gather([Signal.REDUCED, reduction.is_mixed, reduction.not_finite], self._width)
 
     def end_reduction(self) -> None:
         """Conclude the step, now that the gradient is the mean over the ranks."""
@@ -396,19 +375,18 @@ class Lockstep:
             if row[0] == Signal.REDUCED and row[2]:
                 self.is_open = False
                 raise not_finite(reduction.names[int(row[2]) - 1], rank, f" in global batch {batch.number}")
-        skipped = [rank for rank, signal in enumerate(signals) if signal in (Signal.SKIPPED, Signal.LOST)]
+        skipped = [rank for rank, signal in enumerate(signals) if signal is Signal.SKIPPED]
         if not skipped:
             return
         counted = batch.counted
         left = sum(counted) - sum(counted[rank] for rank in skipped)
-        is_exact = Signal.LOST not in signals and not any(row[1] for row in rows if row[0] in _IN_STEP)
-        is_exact &= all(signal in _IN_STEP for signal in signals) and reduction.is_exact and not self._weighs_updates
+        is_exact = all(row[0] in _IN_STEP and not row[1] for row in rows) and not self._weighs_updates
         if is_exact and left > 0:
             reduction.multiply(sum(counted) / left if self._loss_reduction == "mean" else 1.0)
         else:
-            reduction.drop()
+            reduction.multiply(0.0)
             warnings.warn(
-                f"balance: {_listed(signals, Signal.SKIPPED, Signal.LOST)} skipped global batch {batch.number} "
+                f"balance: {_listed(signals, Signal.SKIPPED)} skipped global batch {batch.number} "
                 "when gradients of other batches or ranks could not be separated; all ranks drop the gradient so far",
                 stacklevel=2,
             )
@@ -435,11 +413,6 @@ def _count_of(count: Count | None, share: BalancedBatch, data: Any) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"count= returned {shown}; expected one number, such as (labels != -100).sum()") from error
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _listed(signals: Sequence[Signal], *wanted: Signal) -> str:

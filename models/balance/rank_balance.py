@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +10,11 @@ import numpy as np
 import torch
 
 from gangline.kvstore.workload import split_within
-from gangline.models.balance.rank_timer import RankTimer
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
 from gangline.models.data.lengths import cost_of, cut_by_cost, ranks_by_speed
 from gangline.models.elapsed_time import Measurements
+from gangline.models.rank_timer import RankTimer
 
 _log = logging.getLogger("gangline")
 _ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
@@ -112,17 +111,13 @@ class RankBalance:
         ``caps`` that of each rank. ``minimum`` is the smallest share that is not empty. With ``by_cost`` loads and caps
         are of the samples' lengths, not of their number.
         """
-        self.timer, self.minimum = timer, minimum
-        self.rank, self._size, self._horizon = rank, len(loads), horizon
-        self._device, self._by_cost = device, by_cost
-        names = [f"rank {number}" for number in range(self._size)]
-        parts = PARTS if by_cost else None
+        self.timer, self._horizon, self._device, self._by_cost = timer, horizon, device, by_cost
+        names, parts = [f"rank {number}" for number in range(len(loads))], PARTS if by_cost else None
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
-        self._kept_caps = list(caps or [None] * self._size)  # the user's, or after an out-of-memory error
-        self.caps = list(self._kept_caps)
-        """Maximum share of each rank; None: no limit is known."""
-        self._order = list(range(self._size))
-        self.set_loads(loads)
+        self._kept_caps = list(caps or [None] * len(loads))  # the user's, or after an out-of-memory error
+        order = ranks_by_speed(loads, range(len(loads)))
+        self.split = Split(rank, [*map(float, loads)], self._kept_caps[:], order, minimum)
+        """Cut of a global batch whose samples are read now."""
         self._measurements = Measurements()
         self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message
         self._recent: list[tuple[float, float]] | None = [] if by_cost and not rank else None
@@ -132,18 +127,12 @@ class RankBalance:
         self._batches = 0
         self._counted_from = 0  # batch from which measurements are of the newest loads
         self._logged: list[float] = []  # loads of the last log line
-        self.close = weakref.finalize(self, timer.close if timer is not None else lambda: None)
-        """Remove the hooks of the model."""
 
     def set_loads(self, loads: Sequence[float]) -> None:
         """Use these loads for batches that are read from now on. All ranks call it."""
-        self.loads = [float(load) for load in loads]
-        self._order = ranks_by_speed(loads, self._order)
-
-    @property
-    def split(self) -> Split:
-        """Cut of a global batch whose samples are read now."""
-        return Split(self.rank, self.loads, list(self.caps), self._order, self.minimum)
+        self._speeds.loads = [*map(float, loads)]
+        order = ranks_by_speed(loads, self.split.order)
+        self.split = self.split._replace(loads=self._speeds.loads, order=order)
 
     def begin_batch(self, cost: float, samples: int = 0) -> None:
         """Begin to measure a batch in which this rank's share has this cost; 0: it has no samples."""
@@ -201,9 +190,11 @@ class RankBalance:
         if self.timer is None:
             return
         both = zip(self._kept_caps, (int(row.limit) or None for row in rows), strict=True)
-        self.caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
+        caps = [min((cap for cap in limits if cap is not None), default=None) for limits in both]
+        if caps != self.split.caps:
+            self.split = self.split._replace(caps=caps)
         part = self._full / PARTS if self._by_cost else 1.0
-        self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in self.caps]
+        self._speeds.caps = [None if cap is None else int(cap / (part or 1.0)) for cap in caps]
         is_counted = batch > self._counted_from and any(row.cost for row in rows)
         is_new = is_counted and self._speeds.record([row.cost for row in rows], [row.seconds for row in rows])
         if is_new:
@@ -218,25 +209,27 @@ class RankBalance:
         Ranks that ran out of memory with these shares get at most half of them from now on, if others have room.
         """
         self.drop_time()
+        caps = list(self.split.caps)
         for rank, share in out_of_memory.items():
             cap = self._kept_caps[rank]
-            self._kept_caps[rank] = self.caps[rank] = max(1, share // 2 if cap is None else min(cap, share // 2))
+            self._kept_caps[rank] = caps[rank] = max(1, share // 2 if cap is None else min(cap, share // 2))
+        self.split = self.split._replace(caps=caps)
 
     def state(self) -> dict[str, Any]:
         """Return loads and speeds as plain data."""
-        return {"loads": list(self.loads), "speeds": self._speeds.state()}
+        return {"loads": list(self.split.loads), "speeds": self._speeds.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned, before a batch is read; speeds of other ranks are measured again."""
-        if self.timer is not None and len(state["loads"]) == self._size:
-            self._speeds.load_state(state["speeds"])
+        if self.timer is not None and len(state["loads"]) == len(self.split.loads):
             self.set_loads(state["loads"])
+            self._speeds.load_state(state["speeds"])
 
     def _log_split(self) -> None:
         """Log the split on rank 0, if it differs noticeably from the one that was logged last."""
-        loads, speeds, full = self._speeds.loads, self._speeds.speeds(), self._full
-        changes = [abs(load - logged) * self._size for load, logged in zip(loads, self._logged, strict=False)]
-        if self.rank or not speeds or max(changes, default=1.0) <= _LOGGED_CHANGE:
+        loads, speeds, full, ranks = self._speeds.loads, self._speeds.speeds(), self._full, len(self.split.loads)
+        changes = [abs(load - logged) * ranks for load, logged in zip(loads, self._logged, strict=False)]
+        if self.split.rank or not speeds or max(changes, default=1.0) <= _LOGGED_CHANGE:
             return
         self._logged, rates = loads, [1 / speed for speed in speeds]
         if self._by_cost:
@@ -254,7 +247,7 @@ class RankBalance:
                 listed_rates(speeds),
                 unit,
                 1e3 * step_seconds(costs, rates),
-                1e3 * step_seconds([full / self._size] * self._size, rates),
+                1e3 * step_seconds([full / ranks] * ranks, rates),
             )
 
 
@@ -268,7 +261,7 @@ def checked_caps(memory: Sequence[Any], size: int, global_batch: int) -> list[in
             f"memory is {caps}, together {sum(caps)} samples; expected the global batch of {global_batch} or more: "
             f"raise them, or pass global_batch={sum(caps)} and accumulate gradients over more batches"
         )
-    return list(caps)
+    return caps
 
 
 def samples_that_fit(device: torch.device, samples: int) -> int | None:

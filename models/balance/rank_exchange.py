@@ -71,18 +71,12 @@ class RankExchange:
 
         An error on this rank is raised again; one on another rank as a RuntimeError with its traceback.
         """
-        value, error = None, None
         try:
             value = call()
-        except Exception as raised:  # noqa: BLE001  raised again below, on all ranks
-            error = raised
-        text = "" if error is None else "".join(traceback.format_exception(error))
-        found = self.all_gather((value, text))
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # else it keeps this frame, and a DataLoader's workers, until garbage is collected
+        except Exception as error:
+            self.all_gather_error(error)
+            raise
+        found = self.all_gather((value, ""))
         for rank, (_, failure) in enumerate(found):
             if failure:
                 last = failure.strip().splitlines()[-1]
@@ -91,9 +85,13 @@ class RankExchange:
                 raise remote
         return [value for value, _ in found]
 
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All-gather a fixed count of numbers, in rank order. Collective."""
-        rows = self._rows(numbers)
+    def all_gather_error(self, error: Exception) -> None:
+        """Take part in `all_gather_results` with an error. Collective."""
+        self.all_gather((None, "".join(traceback.format_exception(error))))
+
+    def gather(self, numbers: Sequence[float], width: int = 1) -> list[list[float]]:
+        """All-gather numbers, padded by zeros to a fixed ``width``, in rank order. Collective."""
+        rows = self._rows(numbers, width)
         try:
             dist.all_reduce(rows, group=self._group)
         except RuntimeError as error:
@@ -103,9 +101,9 @@ class RankExchange:
             raise
         return cast(list[list[float]], rows.tolist())
 
-    def start_gather(self, numbers: Sequence[float]) -> tuple[dist.Work, Tensor]:
+    def start_gather(self, numbers: Sequence[float], width: int) -> tuple[dist.Work, Tensor]:
         """Start `gather`; return its work, and the rows that it fills."""
-        rows = self._rows(numbers)
+        rows = self._rows(numbers, width)
         work = dist.all_reduce(rows, group=self._group, async_op=True)
         assert work is not None
         self._works[:] = [work]
@@ -117,9 +115,9 @@ class RankExchange:
         while not all(work.is_completed() for work in self._works) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def _rows(self, numbers: Sequence[float]) -> Tensor:
-        rows = np.zeros((self.size, len(numbers)))
-        rows[self.rank] = numbers
+    def _rows(self, numbers: Sequence[float], width: int) -> Tensor:
+        rows = np.zeros((self.size, width))
+        rows[self.rank, : len(numbers)] = numbers
         return torch.from_numpy(rows)
 
 
@@ -147,7 +145,8 @@ def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dis
             "the networks are wrapped with different process groups, so their batches would have different ranks; "
             "expected one process group, or a balance() of each"
         )
-    meshes = list({id(mesh): mesh for network in networks for mesh in _fsdp_meshes(network)}.values())
+    units = [unit for network in networks for unit in network.modules() if isinstance(unit, FSDPModule)]
+    meshes: list[DeviceMesh] = [one.mesh_info.mesh for unit in units for one in parameter_groups(unit)]
     if group is None and groups:
         group = groups[0]
     everyone = set(range(dist.get_world_size())) if dist.is_initialized() else set()
@@ -178,12 +177,6 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
-
-
-def _fsdp_meshes(network: Module) -> list[DeviceMesh]:
-    """Return the meshes over which FSDP2 averages the gradients of a network."""
-    units = [unit for unit in network.modules() if isinstance(unit, FSDPModule)]
-    return [group.mesh_info.mesh for unit in units for group in parameter_groups(unit)]
 
 
 def _ranks_of(mesh: DeviceMesh) -> set[int]:

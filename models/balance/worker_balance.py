@@ -82,7 +82,8 @@ class WorkerBalance:
             self._computed += together
             if self._best_split and measured and not self._in_turn:
                 together = sum(costs) / sum(cost / took for cost, took in measured)
-            self._unsent.append([sum(costs), together])
+            if self._is_measured:
+                self._unsent.append([sum(costs), together])
 
     def begin_fit(self, *, is_shared: bool, reads_ahead: int, by_cost: bool) -> None:
         """Prepare for a run of `fit`; ``reads_ahead`` is the number of batches that a worker may read early."""
@@ -105,10 +106,8 @@ class WorkerBalance:
         """True, on all workers, if messages should be exchanged now because the trial of an idle worker is over."""
         return self._trial_left is not None and self._trial_left <= 0
 
-    def message(self, *, wait: bool = False) -> list[list[float]] | None:
+    def message(self, *, wait: bool = False) -> list[list[float]]:
         """Return what was measured since the last message, for `receive`; with ``wait``, of all batches."""
-        if not self._is_measured:
-            return None
         self._measure(wait=wait or self.is_urgent)
         message = list(self._unsent)
         self._unsent.clear()
@@ -116,8 +115,6 @@ class WorkerBalance:
 
     def receive(self, messages: Sequence[Any], batch: int) -> None:
         """Record all workers' messages before the batch with this index, and update the loads if due."""
-        if not self._is_measured:
-            return
         if self.is_urgent:
             self._trial_left = None
         for received, message in zip(self._received, messages, strict=True):

@@ -6,7 +6,7 @@ The replicas of a worker exchange moments at a `ThreadBarrier`; a `WorkerRounds`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition
@@ -55,20 +55,17 @@ class JointBatchNorm:
         self._workers, self._device = workers if workers.count > 1 else None, device
 
     @contextmanager
-    def running(
-        self, name: Direction, active: Sequence[int], generators: Mapping[int, torch.Generator]
-    ) -> Iterator[ThreadBarrier | None]:
+    def running(self, name: Direction, active: Sequence[int]) -> Iterator[ThreadBarrier | None]:
         """Return a context manager for a pass over the replicas with samples; its barrier is for their sections.
 
-        With ``generators`` of the replicas' random numbers they take turns. Without a barrier, torch's own layers do.
-        Collective if workers have joined, also for those without samples.
+        Without a barrier, torch's own layers do. Collective if workers have joined, also for those without samples.
         """
         rounds = WorkerRounds(self._workers, name, self._device) if self._workers is not None else None
         if rounds is None:
-            yield ThreadBarrier(active, generators) if len(active) > 1 else None
+            yield ThreadBarrier(active) if len(active) > 1 else None
         elif active:
             with rounds.running():
-                yield ThreadBarrier(active, generators, rounds=rounds)
+                yield ThreadBarrier(active, rounds=rounds)
         else:
             rounds.follow(self.follow)
             yield None
@@ -84,7 +81,6 @@ class JointBatchNorm:
         """
         replaced: list[_BatchNorm] = []
         try:
-            barrier.begin(index)
             for name, layer in _layers(self.networks[index]):
                 layer.forward = _JointForward(layer, name, barrier, index)  # type: ignore[method-assign]
                 replaced.append(layer)
@@ -201,20 +197,11 @@ class Aborted(RuntimeError):  # noqa: N818 - it reports no error of its own
 class ThreadBarrier:
     """Barrier for a fixed set of participants, one thread each; the n-th `exchange` of each closes round n.
 
-    A participant finishes with `leave`, or with `abort` on failure, so that no other blocks on it forever. With
-    ``generators`` the participants run one at a time, in the order of their indices: a turn lasts from `begin` or an
-    exchange to the next exchange or the end. Each turn continues the participant's generator, which others may share,
-    from the participant's own state, and restores it at the end. Draws then do not depend on which thread is faster. A
-    barrier serves one pass over a batch.
+    A participant finishes with `leave`, or with `abort` on failure, so that no other blocks on it forever. A barrier
+    serves one pass over a batch.
     """
 
-    def __init__(
-        self,
-        participants: Iterable[int],
-        generators: Mapping[int, torch.Generator] | None = None,
-        *,
-        rounds: WorkerRounds | None = None,
-    ) -> None:
+    def __init__(self, participants: Iterable[int], *, rounds: WorkerRounds | None = None) -> None:
         """Create the barrier; ``rounds`` exchanges with the barriers of other workers, if any."""
         self.participants = sorted(set(participants))
         self.rounds = rounds
@@ -228,17 +215,6 @@ class ThreadBarrier:
         self._left: set[int] = set()
         self._mismatch = ""
         self._error: BaseException | None = None
-        self._turn = next(iter(self.participants), None)
-        self._generators = generators or {}  # of all participants if they take turns
-        self._own_states: dict[int, torch.Tensor] = {}
-        self._state_before: torch.Tensor | None = None
-
-    def begin(self, index: int) -> None:
-        """Wait for the participant's first turn; without turns, return at once."""
-        if self._generators:
-            with self._condition:
-                self._wait_for(index, lambda: self._turn == index)
-                self._begin_turn(index)
 
     def exchange(self, index: int, value: Value) -> list[Value]:
         """All-gather one value per participant; return them in the order of workers and indices.
@@ -258,10 +234,8 @@ class ThreadBarrier:
                     self.waited[index] += time.perf_counter() - began
                 self._values = {}
                 self._rounds += 1
-            self._end_turn(index)
             self._condition.notify_all()
-            self._wait_for(index, lambda: self._rounds >= call and (not self._generators or self._turn == index))
-            self._begin_turn(index)
+            self._wait_for(index, lambda: self._rounds >= call)
             return list(self._result)
 
     def leave(self, index: int) -> None:
@@ -269,7 +243,6 @@ class ThreadBarrier:
         with self._condition:
             self._left.add(index)
             self._check_left()
-            self._end_turn(index)
             self._condition.notify_all()
 
     def abort(self, error: BaseException) -> None:
@@ -299,21 +272,6 @@ class ThreadBarrier:
                 f"{ended} had ended when {waiting} waited; a network with synchronized batch statistics must call each "
                 "layer equally often on every share of a batch"
             )
-
-    def _begin_turn(self, index: int) -> None:
-        generator = self._generators.get(index)
-        if generator is not None:
-            self._state_before = generator.get_state()
-            if index in self._own_states:
-                generator.set_state(self._own_states.pop(index))
-
-    def _end_turn(self, index: int) -> None:
-        """Pass the turn to the next index, or to the first one if the round is closed."""
-        generator = self._generators.get(index)
-        if generator is not None and self._state_before is not None:
-            self._own_states[index] = generator.get_state()
-            generator.set_state(self._state_before)
-        self._turn = self.participants[(self.participants.index(index) + 1) % len(self.participants)]
 
 
 class WorkerRounds:

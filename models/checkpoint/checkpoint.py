@@ -1,13 +1,13 @@
 """Checkpoints that are complete at every moment, even if their writer is killed.
 
-``PREFIX-0003.safetensors`` holds parameters and buffers by state_dict name, ``PREFIX-0003.state.safetensors`` the
-optimizer's state, compression residuals and each replica's own buffers, and ``PREFIX-0003.json`` the rest: position,
-learning rate, random states, load balancing. The number is that of epochs completed; `Checkpoint(keep_best=...)` also
-writes ``PREFIX-best``. Rank 0 writes for all workers of a job, including the state that each of them alone has.
+A checkpoint is the folder ``PREFIX-0003``: ``weights.safetensors`` holds parameters and buffers by state_dict name,
+``state.safetensors`` the optimizer's state, compression residuals and each replica's own buffers, ``checkpoint.json``
+the rest: position, learning rate, random states, load balancing. The number is that of epochs completed;
+`Checkpoint(keep_best=...)` also writes ``PREFIX-best``. Rank 0 writes for all workers of a job, including the state of
+each alone.
 
-All three files carry one id. The tensors are written under temporary names; renaming the JSON file into place creates
-the checkpoint, and the tensors are renamed after that. A reader that finds a JSON file whose tensors still have
-temporary names renames them first. So a reader always finds either the old checkpoint or the new one.
+The folder is written as ``PREFIX-0003.new`` and renamed. If that replaces a checkpoint, the replaced one is
+``PREFIX-0003.old`` meanwhile, and read if there is no other. All three files carry one id.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import uuid
@@ -40,9 +41,10 @@ from gangline.models.workers import Workers
 
 BEST = "best"
 """Name, instead of a number, of the checkpoint with the best validation metric."""
-_FORMAT = 3
+_FORMAT = 4
+_READABLE = (3, 4)
+_WEIGHTS, _STATE, _DESCRIPTION = "weights.safetensors", "state.safetensors", "checkpoint.json"
 _SAVE = "save_checkpoint"
-_ATTEMPTS = 5
 _NAMES_SHOWN = 5
 _OPTIMIZER, _REPLICA, _RESIDUAL = "optimizer/", "replica/", "residual/"
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
@@ -57,7 +59,7 @@ class Checkpoint:
     """A checkpoint that was read, or that one worker gives to `save`."""
 
     path: Path | None = None
-    """The JSON file; None before it is written."""
+    """Its folder; None before it is written."""
     id: str = ""
     params: dict[str, torch.Tensor]
     """Parameters and buffers on the host, averaged over the replicas."""
@@ -115,7 +117,7 @@ def save(
 
     ``optimizer_state`` is called on rank 0; None: a checkpoint without it, which cannot be resumed.
     """
-    paths_of(prefix, epoch)  # an invalid epoch must raise on every worker
+    folder_of(prefix, epoch)  # an invalid epoch must raise on every worker
     if workers.count > 1:
         averages = averaged_over(workers, saved.replica_buffers, saved.samples_seen, _SAVE)
         saved = replace(saved, params=saved.params | averages)
@@ -137,7 +139,6 @@ def save(
 
 def _write(saved: Checkpoint, prefix: str | Path, epoch: int | str, parts: list[Any]) -> None:
     """Write the files, with each worker's plain data, buffers and residuals."""
-    weights, state, description = paths_of(prefix, epoch)
     optimizer, save_id = saved.optimizer_state, saved.id
     tensors = {f"{_OPTIMIZER}{name}": tensor for name, tensor in optimizer.tensors.items()} if optimizer else {}
     for rank, (_, buffers, residuals) in enumerate(parts):
@@ -164,29 +165,41 @@ def _write(saved: Checkpoint, prefix: str | Path, epoch: int | str, parts: list[
         "run": saved.run,
         "tensors": [len(saved.params), len(tensors)],
     }
-    description.parent.mkdir(parents=True, exist_ok=True)
-    _rename_tensors(prefix, epoch)
-    _remove_temporary_files(prefix)
     text = json.dumps(content | {"checksum": _checksum(content)}, indent=1).encode()
-    with ExitStack() as stack:
+    nbytes = sum(tensor.nbytes for tensor in (*saved.params.values(), *tensors.values())) + len(text)
+    folder = folder_of(prefix, epoch)
+    new, old = (folder.with_name(f"{folder.name}.{word}") for word in ("new", "old"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _clean_up(prefix)
+    with files.removed_on_error(new / _DESCRIPTION, folder, nbytes):
+        try:
+            new.mkdir()
+            files.write_aside(new / _WEIGHTS, saved.params, {"id": save_id, "epoch": epoch})
+            files.write_aside(new / _STATE, tensors, {"id": save_id})
+            with open(new / _DESCRIPTION, "xb", opener=opener) as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            files.flush_folder(new)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+    if folder.is_dir():
+        folder.rename(old)
+    new.rename(folder)  # from here on the new checkpoint exists
+    files.flush_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
-        def aside(path: Path, nbytes: int) -> Path:
-            stack.enter_context(files.removed_on_error(_temporary(path, save_id), path, nbytes))
-            return _temporary(path, save_id)
 
-        headers: tuple[dict[str, Any], ...] = {"id": save_id, "epoch": epoch}, {"id": save_id}
-        for path, values, header in zip((weights, state), (saved.params, tensors), headers, strict=True):
-            nbytes = sum(tensor.nbytes for tensor in values.values())
-            files.write_aside(aside(path, nbytes), values, header)
-        temporary = aside(description, len(text))
-        with open(temporary, "xb", opener=opener) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        files.flush_folder(description.parent)
-    temporary.replace(description)  # from here on the new checkpoint exists
-    files.flush_folder(description.parent)
-    _rename_tensors(prefix, epoch)
+def _clean_up(prefix: str | Path) -> None:
+    """Finish or remove what an interrupted writer of a prefix has left; only the holder of its lock may call it."""
+    pattern = re.compile(re.escape(Path(prefix).name) + rf"-(\d{{4,}}|{BEST})\.(new|old)")
+    for path in list(Path(prefix).parent.iterdir()):
+        if pattern.fullmatch(path.name):
+            if path.suffix == ".old" and not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+            else:
+                shutil.rmtree(path)
 
 
 def read_metadata(prefix: str | Path, epoch: int | str, part: str = "about") -> dict[str, Any]:
@@ -194,8 +207,8 @@ def read_metadata(prefix: str | Path, epoch: int | str, part: str = "about") -> 
 
     "about" is `RunState.metadata`, "companions" are the states of `RunState.stateful`.
     """
-    *_, description = paths_of(prefix, epoch)
-    return dict(_read_description(description).get(part, {})) if description.is_file() else {}
+    place = existing(prefix, epoch)
+    return dict(_read_description(place).get(part, {})) if place is not None else {}
 
 
 def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
@@ -206,7 +219,8 @@ def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
     found: list[tuple[int, str, int]] = []
     for prefix in dict.fromkeys(prefixes):
         for epoch in reversed(epochs(prefix)):
-            content = _read_description(paths_of(prefix, epoch)[2])
+            place = existing(prefix, epoch)
+            content = _read_description(place) if place is not None else {}
             if content.get("run") == run and content["optimizer"] is not None:
                 found.append((content["step"], prefix, epoch))
                 break
@@ -215,29 +229,39 @@ def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
 
 def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
     """Read the checkpoint with a number, or "best"."""
-    weights, state, description = paths_of(prefix, epoch)
-    if not description.is_file():
-        raise FileNotFoundError(f"{description} does not exist; checkpoints of that prefix: {epochs(prefix) or 'none'}")
-    for attempt in range(_ATTEMPTS):  # a writer may replace files while we read
-        content = _read_description(description)
-        _rename_tensors(prefix, epoch)
-        params, weights_header = files.load(weights)
-        tensors, state_header = files.load(state)
-        foreign = [
-            path
-            for path, header in ((weights, weights_header), (state, state_header))
-            if header.get("id") != content["id"]
-        ]
-        if not foreign:
-            break
-        if attempt == _ATTEMPTS - 1:
-            raise ValueError(f"{foreign[0]} does not belong to the checkpoint that {description} describes")
-    with naming(description):
-        expected = content.get("tensors", [len(params), len(tensors)])  # earlier versions do not count them
-        for path, held, count in zip((weights, state), (params, tensors), expected, strict=True):
-            if len(held) != count:
-                raise ValueError(f"{path} is damaged: it holds {len(held)} tensors; {description} counts {count}")
-        return _assemble(description, content, params, tensors)
+    while True:
+        place = existing(prefix, epoch)
+        if place is None:
+            others = epochs(prefix) or "none"
+            raise FileNotFoundError(f"{folder_of(prefix, epoch)} does not exist; checkpoints of that prefix: {others}")
+        before = _identity(place)
+        try:
+            return _read(place)
+        except (OSError, ValueError):
+            if before is not None and before == _identity(existing(prefix, epoch)):
+                raise  # else a writer has replaced it meanwhile
+
+
+def _identity(place: Path | None) -> tuple[Path, int, int] | None:
+    """Return what tells a checkpoint from the one that replaces it; None if it has just been replaced."""
+    with suppress(FileNotFoundError):
+        if place is not None:
+            status = place.stat()
+            return place, status.st_ino, status.st_mtime_ns
+    return None
+
+
+def _read(place: Path) -> Checkpoint:
+    content = _read_description(place)
+    both = [(place / name, *files.load(place / name)) for name in (_WEIGHTS, _STATE)]
+    expected = content.get("tensors", [len(tensors) for _, tensors, _ in both])  # earlier versions lack them
+    for (path, tensors, header), count in zip(both, expected, strict=True):
+        if header.get("id") != content["id"]:
+            raise ValueError(f"{path} does not belong to the checkpoint that {_DESCRIPTION} describes")
+        if len(tensors) != count:
+            raise ValueError(f"{path} is damaged: it holds {len(tensors)} tensors; {_DESCRIPTION} counts {count}")
+    with naming(place / _DESCRIPTION):
+        return _assemble(place, content, *(tensors for _, tensors, _ in both))
 
 
 @contextmanager
@@ -255,14 +279,14 @@ def naming(path: Path | None) -> Iterator[None]:
 
 
 def _assemble(
-    description: Path, content: dict[str, Any], params: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+    place: Path, content: dict[str, Any], params: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
 ) -> Checkpoint:
     optimizer = None
     if content["optimizer"] is not None:
         optimizer = OptimizerState.from_parts(content["optimizer"], _with_prefix(tensors, _OPTIMIZER))
     first, *others = [
         Checkpoint(
-            path=description,
+            path=place,
             id=content["id"],
             params=params,
             position=content["position"] | (own["epoch_began"] if rank else {}),
@@ -376,15 +400,16 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
     return dict(params)
 
 
-def _read_description(description: Path) -> dict[str, Any]:
+def _read_description(place: Path) -> dict[str, Any]:
+    description = place / _DESCRIPTION
     try:
         content = json.loads(description.read_text())
-        if content["format"] == _FORMAT and content.pop("checksum") != _checksum(content):
+        if content["format"] in _READABLE and content.pop("checksum") != _checksum(content):
             raise ValueError("its checksum is wrong")
     except (ValueError, KeyError, TypeError, RecursionError) as error:  # also of deeply nested JSON
         raise ValueError(f"{description} is damaged, or not a checkpoint of gangline: {error}") from error
-    if content["format"] != _FORMAT:
-        raise ValueError(f"{description} has format {content['format']!r}; expected {_FORMAT}")
+    if content["format"] not in _READABLE:
+        raise ValueError(f"{description} has format {content['format']!r}; expected {_FORMAT}, or {_READABLE[0]}")
     return dict(content)
 
 
@@ -393,71 +418,48 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content).encode()):08x}"
 
 
-def _temporary(path: Path, save_id: str) -> Path:
-    return path.with_name(f"{path.name}.{save_id}.aside")
-
-
-def _rename_tensors(prefix: str | Path, epoch: int | str) -> None:
-    """Rename the tensor files of an existing checkpoint into place, in case its writer was interrupted."""
-    weights, state, description = paths_of(prefix, epoch)
-    if description.is_file():
-        save_id = _read_description(description)["id"]
-        for path in (weights, state):
-            with suppress(FileNotFoundError):
-                _temporary(path, save_id).replace(path)
-
-
-def _remove_temporary_files(prefix: str | Path) -> None:
-    """Remove files of interrupted writers of any checkpoint of a prefix; only the holder of its lock may call it."""
-    pattern = re.compile(re.escape(Path(prefix).name) + rf"-(\d{{4,}}|{BEST})\..*\.[0-9a-f]{{32}}\.aside")
-    for path in list(Path(prefix).parent.iterdir()):
-        if found := pattern.fullmatch(path.name):
-            _rename_tensors(prefix, BEST if found[1] == BEST else int(found[1]))  # those of a complete checkpoint
-            path.unlink(missing_ok=True)
-
-
-def epochs(prefix: str | Path) -> list[int]:
-    """Return the numbers of a prefix's checkpoints in ascending order."""
-    return _numbers(Path(prefix), r"\.json")
-
-
-def orphaned_weights(prefix: str | Path) -> Path | None:
-    """Return weights without a JSON file, if the prefix has no checkpoint at all; no interrupted save leaves that."""
-    orphans = [] if epochs(prefix) else _numbers(Path(prefix), r"\.safetensors")
-    return paths_of(prefix, orphans[-1])[0] if orphans else None
-
-
-def _numbers(prefix: Path, suffix: str) -> list[int]:
-    """Return the numbers of files ``PREFIX-NUMBER`` with a suffix (a regular expression) in ascending order."""
-    pattern = re.compile(re.escape(prefix.name) + r"-(\d{4,})" + suffix)
-    names = [path.name for path in prefix.parent.iterdir()] if prefix.parent.is_dir() else []
-    return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
-
-
-def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
-    """Remove checkpoints before ``epoch`` until ``keep`` are left, including ``epoch``; never remove the best.
-
-    The JSON file is removed first, so that an interrupted removal leaves no broken checkpoint; the next call removes
-    the rest.
-    """
-    kept = [number for number in epochs(prefix) if number <= epoch][-keep:]
-    for number in _numbers(Path(prefix), r"(?:\.json|(?:\.state)?\.safetensors)"):
-        if number < kept[0]:
-            weights, state, description = paths_of(prefix, number)
-            for path in (description, state, weights):
-                path.unlink(missing_ok=True)
-
-
-def paths_of(prefix: str | Path, epoch: int | str) -> tuple[Path, Path, Path]:
-    """Return the files of a checkpoint: weights, state, and the JSON file that makes it exist."""
+def folder_of(prefix: str | Path, epoch: int | str) -> Path:
+    """Return the folder that a checkpoint is written to."""
     if epoch != BEST:
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             raise TypeError(f"epoch is {epoch!r}; expected an int, or {BEST!r}")
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}; expected 0 or more")
-    stem = f"{Path(prefix).name}-{BEST if epoch == BEST else f'{epoch:04d}'}"
-    folder = Path(prefix).parent
-    return folder / f"{stem}.safetensors", folder / f"{stem}.state.safetensors", folder / f"{stem}.json"
+    return Path(prefix).parent / f"{Path(prefix).name}-{BEST if epoch == BEST else f'{epoch:04d}'}"
+
+
+def existing(prefix: str | Path, epoch: int | str) -> Path | None:
+    """Return the folder that holds a checkpoint now; None if there is none.
+
+    Raises:
+        ValueError: if there is one of format 3, which was three files.
+    """
+    folder = folder_of(prefix, epoch)
+    for place in (folder, folder.with_name(f"{folder.name}.old"), folder):  # a writer may rename meanwhile
+        if place.is_dir():
+            return place
+    if (former := folder.with_name(f"{folder.name}.json")).is_file():
+        raise ValueError(
+            f"{former} is a checkpoint of format 3; to read it: mkdir {folder} && mv {former} {folder / _DESCRIPTION} "
+            f"&& mv {folder}.safetensors {folder / _WEIGHTS} && mv {folder}.state.safetensors {folder / _STATE}"
+        )
+    return None
+
+
+def epochs(prefix: str | Path) -> list[int]:
+    """Return the numbers of a prefix's checkpoints in ascending order."""
+    folder, name = Path(prefix).parent, re.escape(Path(prefix).name)
+    names = "\n".join(path.name for path in folder.iterdir()) if folder.is_dir() else ""
+    numbers = {int(found) for found in re.findall(rf"^{name}-(\d{{4,}})(?:\.old|\.json)?$", names, re.MULTILINE)}
+    return [number for number in sorted(numbers) if existing(prefix, number) is not None]
+
+
+def remove_older(prefix: str | Path, epoch: int, keep: int) -> None:
+    """Remove checkpoints before ``epoch`` until ``keep`` are left, including ``epoch``; never remove the best."""
+    numbers = epochs(prefix)
+    kept = [number for number in numbers if number <= epoch][-keep:]
+    for folder in (folder_of(prefix, number) for number in numbers if number < kept[0]):
+        shutil.rmtree(folder.rename(f"{folder}.new"))  # which is no checkpoint, and the next writer removes it
 
 
 @contextmanager
@@ -469,62 +471,46 @@ def writing(prefix: str | Path) -> Iterator[None]:
     """
     path = Path(f"{os.path.realpath(prefix)}.lock")
     with _guard:
-        descriptor, users = _held.get(path, (None, 0))
-        if descriptor is None:
-            descriptor = _acquire(path, prefix)
+        descriptor, users = _held.get(path) or (_acquire(path, prefix), 0)
         _held[path] = descriptor, users + 1
     try:
         yield
     finally:
         with _guard:
-            descriptor, users = _held[path]
+            descriptor, users = _held.pop(path)
             if users > 1:
                 _held[path] = descriptor, users - 1
             else:
-                del _held[path]
                 path.unlink(missing_ok=True)  # before the lock is released, or it could be another process's file
                 os.close(descriptor)
 
 
 def _acquire(path: Path, prefix: str | Path) -> int:
     """Create and lock the file; return its descriptor."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = opener(path, os.O_RDWR | os.O_CREAT)
-        except ForeignFileError:
-            raise
-        except OSError as error:
-            reason = f"checkpoint folder {path.parent} cannot be made or written: {error.strerror}"
-            raise type(error)(error.errno, reason) from error
-        try:
-            _lock(descriptor, prefix)
-            if _is_file(path, descriptor):
-                os.truncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # its last owner has removed the file meanwhile
-
-
-def _lock(descriptor: int, prefix: str | Path) -> None:
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = opener(path, os.O_RDWR | os.O_CREAT)
+    except ForeignFileError:
+        raise
     except OSError as error:
-        if error.errno in _HELD_BY_ANOTHER:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise RuntimeError(
-                f"{owner} is writing checkpoints {prefix}-*; two runs would overwrite each other's: give this run a "
-                "prefix of its own, or join the processes of one job by --kv-store allreduce or dist_sync"
-            ) from error
-        if error.errno not in _UNSUPPORTED:
-            raise
-
-
-def _is_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        reason = f"checkpoint folder {path.parent} cannot be made or written: {error.strerror}"
+        raise type(error)(error.errno, reason) from error
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD_BY_ANOTHER:
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                raise RuntimeError(
+                    f"{owner} is writing checkpoints {prefix}-*; two runs would overwrite each other's: give this run "
+                    "a prefix of its own, or join the processes of one job by --kv-store allreduce or dist_sync"
+                ) from error
+            if error.errno not in _UNSUPPORTED:
+                raise
+        if os.fstat(descriptor).st_nlink:
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            stack.pop_all()
+            return descriptor
+    return _acquire(path, prefix)  # its last owner has removed the file meanwhile

@@ -214,6 +214,8 @@ class Arrangement:
     """True if the batches of an update are cut together, whatever the number of samples of each."""
     pool: int = 1
     """Batches from which as many batches of similar lengths are formed, in random order."""
+    budget: float | None = None
+    """Cost of a global batch of which each rank fills its part from its own stream; None: the samples are counted."""
 
     @property
     def joins(self) -> bool:
@@ -283,7 +285,7 @@ def arrangement_of(
         )
     checked = Lengths(lengths, None if stream is not None else length_of(loader.dataset), padding=padding)
     together = 1 if stream == "own" else accumulate
-    return Arrangement(checked, together, by_parts=by_parts and together > 1, pool=pool)
+    return Arrangement(checked, together, by_parts=by_parts and together > 1, pool=pool, budget=budget)
 
 
 class Update(NamedTuple):

@@ -109,10 +109,13 @@ class Executor:
         self._initialize_lazy_layers(data)
         replicas = Replicas(self.network, self._contexts, self._loads, self._fixed)
         contexts = [replica.context for replica in replicas.all]
-        self._is_random: bool | None = None  # whether it draws from a device's generator; None before the first run
+        self._shares_generator = len({context.torch_device for context in contexts}) < len(contexts)
         self._has_replica_dropout = not self.dropout_by_sample and sum(one.device_type == "cpu" for one in contexts) > 1
         if self.sync_batchnorm and len(contexts) > 1:
             self._batchnorm = JointBatchNorm([replica.network for replica in replicas.all])
+        # Whether it draws from a device's generator; None before the first run. Replicas that wait for each other
+        # cannot run in turn, so it must not, if they share one.
+        self._is_random: bool | None = False if self._batchnorm is not None and self._shares_generator else None
         # Timing also needs threads: a single backward call over all replicas has a single end.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or self._measure)
         self._created, self._replicas = replicas, replicas.all
@@ -185,7 +188,7 @@ class Executor:
 
         calls = [(index, partial(call, index)) for index in active]
         self.out_of_memory.clear()
-        joint = self._joint("forward", active, in_turn=in_turn) if train else contextlib.nullcontext()
+        joint = self._joint("forward", active) if train else contextlib.nullcontext()
         with self._mode(train), joint as barrier:
             watch = train and self._is_random is False
             with self._watching_generators() if watch else contextlib.nullcontext():
@@ -197,7 +200,7 @@ class Executor:
     def forward_without_samples(self) -> None:
         """Take part in the other workers' forward in training mode, if batch statistics are synchronized over them."""
         if self.joins_workers:
-            with self._mode(True), self._joint("forward", [], in_turn=False):
+            with self._mode(True), self._joint("forward", []):
                 pass
 
     def active_replicas(self, slices: Sequence[slice]) -> list[int]:
@@ -213,14 +216,11 @@ class Executor:
         """True if replicas can run backward right after forward without a barrier, which saves a thread hand-over."""
         return self._threads.uses_threads and self._batchnorm is None and self._is_random is False
 
-    def _joint(
-        self, name: Direction, active: Sequence[int], *, in_turn: bool
-    ) -> contextlib.AbstractContextManager[ThreadBarrier | None]:
+    def _joint(self, name: Direction, active: Sequence[int]) -> contextlib.AbstractContextManager[ThreadBarrier | None]:
         """Run a pass in the block, with a barrier if batch statistics are synchronized."""
         if self._batchnorm is None:
             return contextlib.nullcontext()
-        devices = {index: self._replicas[index].context.torch_device for index in active if in_turn}
-        return self._batchnorm.running(name, active, {index: generator_of(device) for index, device in devices.items()})
+        return self._batchnorm.running(name, active)
 
     def _section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
         """Synchronize a replica's batch statistics in the block, if there is a barrier."""
@@ -301,6 +301,12 @@ class Executor:
                 "and recurrent layers have a dropout of their own), which random='sample' cannot give to each sample; "
                 "use random='context'"
             )
+        if drew and self._batchnorm is not None and self._shares_generator:
+            raise RuntimeError(
+                "the network draws random numbers other than by dropout on the CPU, from a generator that its contexts "
+                "share, which sync_batchnorm=True does not support; start a process for each context (gangline launch, "
+                "context='parallel'), or leave sync_batchnorm out"
+            )
         if drew and not self._is_random and sum(one.context.device_type == "cpu" for one in self._replicas) > 1:
             _log.warning(
                 "the network draws random numbers other than by dropout, from a generator that contexts on the CPU "
@@ -345,7 +351,7 @@ class Executor:
                 if tensors:
                     torch.autograd.backward(tensors, grads)
 
-        with self._joint("backward", active, in_turn=in_turn) as barrier:
+        with self._joint("backward", active) as barrier:
             if self._threads.uses_threads:
                 calls = [(index, partial(run, [index], *root[1:])) for index, root in zip(active, roots, strict=True)]
                 self._threads.run(calls, one_after_another=in_turn and barrier is None)

@@ -27,7 +27,6 @@ from gangline.models.data.reader import Collate
 from gangline.models.data.sources import Source
 from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
 from gangline.models.loop.evaluation import score
-from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.schedules import DrivenScheduler, Schedule
 from gangline.models.loop.stopping import StopExchange, received_signal
 from gangline.models.metrics.metric import EvalMetric
@@ -82,7 +81,6 @@ class FitOptions:
     accumulate: int
     lr_scheduler: Any
     eval_frequency: Any
-    monitor: Monitor | None
     initializer: Any
     arg_params: Mapping[str, torch.Tensor] | None
     aux_params: Mapping[str, torch.Tensor] | None
@@ -290,11 +288,9 @@ class Epochs:
             if part is None and not module.workers.has_others:
                 continue  # no sample of this batch could be read
             data, label = part if part is not None else (None, None)
-            if not accumulated:
-                if self.scheduler is not None and (rate := self.scheduler(epoch, nbatch)) != module.learning_rate:
-                    module.set_learning_rate(rate)
-                if self.options.monitor is not None:
-                    self.options.monitor.tic()
+            scheduler = self.scheduler if not accumulated else None
+            if scheduler is not None and (rate := scheduler(epoch, nbatch)) != module.learning_rate:
+                module.set_learning_rate(rate)
             if self.options.accumulate == 1:
                 module.forward_backward_update(data, label)
             else:
@@ -408,8 +404,6 @@ class Epochs:
         module = self.module
         module.run_state.position.batch = nbatch + 1
         self._step_scheduler("batch")
-        if self.options.monitor is not None:
-            self.options.monitor.toc_print()
         validates = not is_last and self.evaluation is not None and self.eval_frequency.is_due(epoch, nbatch + 1)
         callbacks = self.callbacks.batch_end
         if validates or callbacks:

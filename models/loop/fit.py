@@ -13,7 +13,7 @@ from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.restart_variables import restart_number, run_id
 from gangline.models.arguments import check_int
 from gangline.models.checkpoint import checkpoint
-from gangline.models.checkpoint.checkpoint import BEST, orphaned_weights, writing
+from gangline.models.checkpoint.checkpoint import BEST, writing
 from gangline.models.checkpoint.checkpoint import epochs as saved_epochs
 from gangline.models.console_log import log_to_stderr
 from gangline.models.data.sources import Source, source
@@ -84,7 +84,7 @@ def fit(module: Module, train_data: Any, eval_data: Any, eval_metric: Any, optio
         train.close()
         if evaluation is not None:
             evaluation.close()
-        for callback in callbacks.all if options.monitor is None else [*callbacks.all, options.monitor]:
+        for callback in callbacks.all:
             if hasattr(callback, "close"):
                 callback.close()
 
@@ -220,8 +220,6 @@ def _run(
         begin_epoch, skip, module.run_state.step = began
     if kept is None:
         _log_beginning(module, savers, options, saved, begin_epoch, skip)
-    if options.monitor is not None:
-        module.install_monitor(options.monitor)
     loop = Epochs(module, train, evaluation, metric, validation, scheduler, frequency, callbacks, per_epoch, options)
     with _locked_prefixes(module, savers, alone=kept is not None):
         return loop.run(begin_epoch, skip, saved, kept)
@@ -409,13 +407,7 @@ def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpo
     if existing:
         return checkpoint.read(prefix, existing[-1])
     if resume != "auto":
-        raise FileNotFoundError(f"there is no checkpoint {prefix}-*.json to resume from")
-    orphan = orphaned_weights(prefix)
-    if orphan is not None:
-        raise ValueError(
-            f"{orphan} exists, but the JSON file beside it does not, so the run cannot be resumed; restore it, or "
-            "remove the weights to start a new run"
-        )
+        raise FileNotFoundError(f"there is no checkpoint {prefix}-NNNN to resume from")
     return None
 
 

@@ -1,12 +1,11 @@
-"""Record of a run's progress: points and validations, merged pairwise so that a long run stays small."""
+"""Record of a run's progress: points and validations, thinned out so that a long run stays small."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 MOST_POINTS = 2000
@@ -28,7 +27,7 @@ class Point:
     loss_min: float | None = None
     loss_max: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of this worker on the last measured batch; for merged points the mean over these batches."""
+    """Metrics of this worker on the last batch."""
     learning_rate: float = 0.0
     seconds: float = 0.0
     """Duration of the updates, without a run's first update, which includes set-up."""
@@ -71,18 +70,16 @@ class Record:
 
     points: list[Point] = field(default_factory=list)
     per_point: int = 1
-    """Number of updates of a new point; doubles whenever points are merged pairwise."""
+    """Number of updates of a new point; doubles whenever every second point is dropped."""
     validations: list[Validation] = field(default_factory=list)
     splits: list[Split] = field(default_factory=list)
     """The first split, and every later split that differs from its predecessor."""
 
     def add(self, point: Point) -> None:
-        """Append a point."""
+        """Append a point; at the limit drop every second point, and keep the last."""
         self.points.append(point)
         if len(self.points) >= MOST_POINTS:
-            pairs = zip(self.points[::2], self.points[1::2], strict=False)
-            odd = self.points[len(self.points) // 2 * 2 :]
-            self.points = [_merged(earlier, later) for earlier, later in pairs] + odd
+            self.points = self.points[1::2]
             self.per_point *= 2
 
     def add_validation(self, validation: Validation) -> None:
@@ -153,23 +150,6 @@ class Record:
             [Validation(**_numbers(validation)) for validation in data["validations"]],
             [Split(**split) for split in data.get("splits", [])],  # older pages have none
         )
-
-
-def _merged(earlier: Point, later: Point) -> Point:
-    both = (earlier, later)
-    losses = [(point.loss, point.updates) for point in both if point.loss is not None]
-    weight = sum(updates for _, updates in losses)
-    metrics = dict.fromkeys([*earlier.metrics, *later.metrics])
-    contexts = dict.fromkeys([*earlier.samples, *later.samples])
-    return replace(
-        later,
-        loss=sum(loss * updates for loss, updates in losses) / weight if losses else None,
-        loss_min=min((p.loss_min for p in both if p.loss_min is not None), default=None),
-        loss_max=max((p.loss_max for p in both if p.loss_max is not None), default=None),
-        metrics={name: statistics.fmean(p.metrics[name] for p in both if name in p.metrics) for name in metrics},
-        samples={label: sum(point.samples.get(label, 0) for point in both) for label in contexts},
-        **{name: getattr(earlier, name) + getattr(later, name) for name in ("updates", "seconds", "waiting", "total")},
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.test_mxnet import BOTH
-from tests.programs import python
+from tests.programs import ROOT, python
 
+BOTH = ROOT / ".peers" / "mxnet-gangline" / "bin" / "python"
 HOROVOD = """\
 import unittest
 import torch

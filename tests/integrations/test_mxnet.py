@@ -18,7 +18,6 @@ from gangline.launcher.job import free_ports
 from tests.programs import ROOT, environment, python, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
-BOTH = ROOT / ".peers" / "mxnet-gangline" / "bin" / "python"
 MXNET = ROOT / ".peers" / "mxnet" / "bin" / "python"
 SCHEDULES = [
     "FactorScheduler step=5 factor=0.5",
@@ -81,16 +80,6 @@ def test_a_gluon_script_of_two_workers_gives_mxnets_weights(tmp_path: Path) -> N
     train_with_mxnets_servers(theirs)
     launch = ("-m", "gangline", "launch", "-n", 2, "-s", 1, "--", sys.executable)
     python(*launch, SCRIPTS / "mxnet_gluon.py", "gangline.mxnet", ours, code=0)
-    assert_equal(theirs, ours)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not BOTH.exists(), reason="it is not installed: make .peers/mxnet-gangline/.installed")
-def test_mxnets_trainer_over_gangline_gives_the_weights_of_mxnets_servers(tmp_path: Path) -> None:
-    theirs, ours = folders(tmp_path)
-    train_with_mxnets_servers(theirs)
-    launch = ("-m", "gangline", "launch", "-n", 2, "-s", 0, "--", BOTH)
-    python(*launch, SCRIPTS / "mxnet_gluon.py", "mxnet", ours, "gangline", code=0)
     assert_equal(theirs, ours)
 
 

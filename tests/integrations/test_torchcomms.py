@@ -1,4 +1,4 @@
-"""Backend "gangline" of torchcomms, found by its entry point: every call between processes, against closed forms."""
+"""Example torchcomms_backend.py, on a stand-in for torchcomms: every call between processes, against closed forms."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """A stand-in for torchcomms: its Python interface for backends, without its C++ library.
 
 `install` makes it importable. Names, arguments and defaults are those that torchcomms documents for backends in Python:
-the class is found by the entry point group ``torchcomms.backends``, made without arguments, and called with positional
-arguments; a call returns None, or an object with ``wait()``.
+the class is registered by its module, made without arguments, and called with positional arguments; a call returns
+None, or an object with ``wait()``.
 """
 
 from __future__ import annotations
 
 import sys
 from enum import Enum
-from importlib.metadata import entry_points
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -82,8 +82,7 @@ class TorchComm:
 
 def new_comm(backend: str, device: torch.device, name: str, store: Any = None, timeout: Any = None) -> TorchComm:
     if backend not in backends:
-        (point,) = entry_points(group="torchcomms.backends", name=backend)
-        point.load()
+        import_module("torchcomms_backend")  # in docs/examples; torchcomms loads the entry point of that name
     made = backends[backend]()
     options = SimpleNamespace(timeout=timeout, store=store, hints={})
     made.init(device, name, options)

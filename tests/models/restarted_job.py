@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gangline import Module, cpu
 from gangline.callback import Checkpoint, stop_on
 from gangline.kvstore.restart_variables import restart_number
+from gangline.models.checkpoint.checkpoint import epochs
 from gangline.models.loop.callbacks import BatchEndParam
 from gangline.models.loop.stopping import received_signal
 
@@ -40,7 +40,7 @@ def main() -> None:
     batch_size: int | None = SIZE
     if store == "loader":
         data, store, batch_size = DataLoader(TensorDataset(*data), SIZE, shuffle=True, num_workers=2), "local", None
-    is_later_start = restart_number() > 0 or bool(list(Path(prefix).parent.glob(f"{Path(prefix).name}-*.json")))
+    is_later_start = restart_number() > 0 or bool(epochs(prefix))
     network = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
     with Module(network, nn.CrossEntropyLoss(), cpu()) as module, stop_on(signal.SIGTERM):
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import DataLoader, TensorDataset
 
-from gangline import Module, Monitor, cpu, gpu, load_weights
+from gangline import Module, cpu, gpu, load_weights
 from gangline.callback import Checkpoint
 from gangline.models.loop.callbacks import BatchEndParam
 
@@ -398,7 +398,6 @@ def trained(make: Network, prefix: Path, num_epoch: int, resume: str | None = No
             kvstore="device",
             optimizer_params={"learning_rate": 0.1, "momentum": 0.9, "lr_mult": {"2.weight": 2.0}},
             batch_end_callback=Checkpoint(module, prefix, period=2),
-            monitor=Monitor(100),
             initializer="xavier",
             force_init=True,
             resume=resume,

@@ -117,17 +117,17 @@ def test_networks_of_torchvision_are_found_by_their_names() -> None:
     Path("torchvision/models.py").write_text(f"import torch\n{builder}")
     assert zoo.create("torchvision:small", 6).out_features == 6
     assert zoo.find("torchvision:small").image_shape == (3, 224, 224)
-    with pytest.raises(ValueError, match=r"module torchvision.models at .* has no 'smal'; did you mean 'small'"):
+    with pytest.raises(ValueError, match=r"module 'torchvision.models' has no attribute 'smal'"):
         zoo.create("torchvision:smal")
 
 
 UNKNOWN: list[Any] = [
-    ("nowhere.nets:build", "there is no module 'nowhere' in .* or on Python's path$"),
-    ("own_pakage.nets:build", "there is no module 'own_pakage' in .* did you mean 'own_package'"),
-    ("own_package.net:build", r"there is no module 'net' in package own_package at .*; did you mean 'nets'\?"),
-    ("single.nets:build", "single is a module at .*single.py, not a package"),
-    ("own_package.nets:buidl", "module own_package.nets at .*nets.py has no 'buidl'; did you mean 'build'"),
-    ("own_package.nets:Shelf.make", "Shelf has no 'make'$"),
+    ("nowhere.nets:build", "No module named 'nowhere'; expected a name in .* or on Python's path$"),
+    ("own_pakage.nets:build", "No module named 'own_pakage'"),
+    ("own_package.net:build", "No module named 'own_package.net'"),
+    ("single.nets:build", "'single' is not a package"),
+    ("own_package.nets:buidl", "module 'own_package.nets' has no attribute 'buidl'"),
+    ("own_package.nets:Shelf.make", "type object 'Shelf' has no attribute 'make'"),
     ("own_package.nets:LIMIT", "is a int; expected a function or a class"),
     ("own_package.nets:needs", "missing a required argument: 'depth'; gangline passes num_classes"),
     ("own_package.nets:odd", "returned a str; expected a torch.nn.Module"),
@@ -137,7 +137,7 @@ UNKNOWN: list[Any] = [
 ]
 
 
-def test_an_unknown_name_is_refused_with_suggestions() -> None:
+def test_an_unknown_name_is_refused() -> None:
     for name, message in UNKNOWN:
         with pytest.raises(ValueError, match=message) as caught:
             zoo.create(name)
@@ -150,7 +150,7 @@ def test_an_error_in_user_code_names_its_line() -> None:
     for name, message in (
         ("nets:breaks", r"failed: ZeroDivisionError: division by zero \(.*nets\.py, line 22\)"),
         ("broken:build", r"could not be imported: NameError: name 'undefined_name' is not .*broken\.py, line 2\)"),
-        ("unready:build", "could not be imported: No module named 'own_missing_thing'; install it"),
+        ("unready:build", r"could not be imported: .*No module named 'own_missing_thing' \(.*unready\.py, line 1\)"),
         ("wrong:build", r"could not be imported: SyntaxError: .*wrong\.py, line 1\)"),
     ):
         with pytest.raises(RuntimeError, match=message) as caught:

@@ -101,7 +101,7 @@ def test_wrong_words_are_one_line(trained: Path, tmp_path: Path, run: Run) -> No
     module.save_checkpoint(tmp_path / "bare", 1)
     for folder, of, more, message in (
         (images, tmp_path / "nothing", [], "there is no checkpoint"),
-        (images, prefix, ["--load-epoch", "77"], "net-0077.json does not exist"),
+        (images, prefix, ["--load-epoch", "77"], "net-0077 does not exist"),
         (images, prefix, ["--load-epoch", "last"], "--load-epoch is 'last'; expected a number of epochs"),
         (images, prefix, ["--top-k", "4"], "--top-k is 4, but there are 3 classes"),
         (tmp_path / "no", prefix, [], "does not exist"),

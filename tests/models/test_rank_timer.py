@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gangline import Communicator, DistributedOptimizer, create, spawn
 from gangline.kvstore.allreduce.store import AllReduceStore, CopyResult
 from gangline.kvstore.reducer.waits import waiting_for_ranks
-from gangline.models.balance.rank_timer import RankTimer, inner_module
+from gangline.models.rank_timer import RankTimer, inner_module
 
 X = torch.ones(2, 3)
 FORWARD, BACKWARD, WAIT = 2.0, 8.0, 100.0

@@ -6,11 +6,15 @@ import contextlib
 import json
 import os
 import random
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -174,9 +178,9 @@ def checked_by_a_worker(comm: Communicator, folder: str) -> None:
 @pytest.mark.slow
 def test_a_job_that_was_cut_off_resumes_to_the_same_bits_on_all_workers(tmp_path: Path) -> None:
     spawn(checked_by_a_worker, 2, str(tmp_path))
-    written = json.loads((tmp_path / "loader" / "whole" / "net-0003.json").read_text())
+    written = json.loads((tmp_path / "loader" / "whole" / "net-0003" / "checkpoint.json").read_text())
     assert len(written["other_workers"]) == 1
-    assert not list(tmp_path.glob("*/*/*.aside"))
+    assert not [*tmp_path.glob("*/*/*.new"), *tmp_path.glob("*/*/*.old")]
 
 
 def test_a_run_without_compression_leaves_the_residuals_of_a_checkpoint(tmp_path: Path) -> None:
@@ -203,20 +207,21 @@ def test_files_of_a_checkpoint_that_do_not_fit_are_named(tmp_path: Path) -> None
     module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
     module.forward_backward_update(torch.ones(1, 2), torch.ones(1, 2))
     module.save_checkpoint(tmp_path / "net", 0, save_optimizer_states=True)
-    weights, state, description = checkpoint.paths_of(tmp_path / "net", 0)
+    folder = tmp_path / "net-0000"
+    weights, state = folder / "weights.safetensors", folder / "state.safetensors"
     _, header = checkpoint.files.load(state)
     whole = state.read_bytes()
     checkpoint.files.save(state, {}, header)
-    with pytest.raises(ValueError, match=f"{state} is damaged: it holds 0 tensors; {description} counts 2"):
+    with pytest.raises(ValueError, match=f"{state} is damaged: it holds 0 tensors; checkpoint.json counts 2"):
         checkpoint.read(tmp_path / "net", 0)
     state.write_bytes(whole)
     params, header = checkpoint.files.load(weights)
     checkpoint.files.save(weights, {"other": params["bias"], "weight": params["weight"]}, header)
-    with pytest.raises(RuntimeError, match=f"checkpoint {description}: parameters \\['bias'\\] are missing"):
+    with pytest.raises(RuntimeError, match=f"checkpoint {folder}: parameters \\['bias'\\] are missing"):
         Module.load(tmp_path / "net", 0, network=nn.Linear(2, 2), loss=nn.MSELoss())
 
 
-@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize("step", range(11))
 def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -243,9 +248,9 @@ def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
         return call
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", cut_at_step(Path.replace))
+        patched.setattr(Path, "rename", cut_at_step(Path.rename))
         patched.setattr(os, "fsync", cut_at_step(os.fsync))
-        patched.setattr(json, "dump", cut_at_step(json.dump))
+        patched.setattr(shutil, "rmtree", cut_at_step(shutil.rmtree))
         patched.setattr("gangline.kvstore.optimizer.files.write_aside", cut_at_step(checkpoint.files.write_aside))
         try:
             module.save_checkpoint(prefix, 0, save_optimizer_states=True)
@@ -261,7 +266,27 @@ def test_a_save_cut_off_at_any_step_leaves_the_old_checkpoint_or_the_new(
     newest = checkpoint.read(prefix, 1).require_optimizer_state().tensors['"weight"/momentum_buffer']
     assert torch.equal(momentum, newest) == committed  # state and weights are from the same step
     module.save_checkpoint(prefix, 0, save_optimizer_states=True)  # removes the leftovers of the interrupted save
-    assert not list(tmp_path.glob("*.aside"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net-0000", "net-0001"]
+
+
+def test_a_reader_finds_a_whole_checkpoint_while_it_is_replaced(tmp_path: Path) -> None:
+    def write() -> None:
+        for value in range(40):
+            with torch.no_grad():
+                network.weight.fill_(value)
+            module.run_state.step = value
+            module.save_checkpoint(tmp_path / "net", "best")
+
+    network = nn.Linear(2, 2)
+    with Module(network, nn.MSELoss(), cpu()) as module, ThreadPoolExecutor(1) as threads:
+        module.save_checkpoint(tmp_path / "net", "best")
+        written, found = threads.submit(write), set()
+        while not written.done():
+            saved = checkpoint.read(tmp_path / "net", "best")
+            found.add(saved.step)
+            assert saved.step == 0 or saved.params["weight"].eq(saved.step).all()
+        written.result()
+    assert len(found) > 2
 
 
 def test_missing_checkpoints_and_states_are_errors_that_list_existing_ones(tmp_path: Path) -> None:
@@ -270,10 +295,29 @@ def test_missing_checkpoints_and_states_are_errors_that_list_existing_ones(tmp_p
         module.init_optimizer("local", "sgd", {"lr": 0.1, "momentum": 0.9})
         module.forward_backward_update(torch.ones(1, 2), torch.ones(1, 2))
         module.save_checkpoint(prefix, 3)
-    with pytest.raises(FileNotFoundError, match=r"net-0004\.json does not exist.*\[3\]"):
+    with pytest.raises(FileNotFoundError, match=r"net-0004 does not exist.*\[3\]"):
         Module.load(prefix, 4, network=nn.Linear(2, 2))
     with pytest.raises(ValueError, match="no optimizer state; save with save_optimizer_states=True"):
         Module.load(prefix, 3, network=nn.Linear(2, 2), load_optimizer_states=True)
+
+
+def test_a_checkpoint_of_format_3_says_how_to_read_it(tmp_path: Path) -> None:
+    """Its files were written by 0.1.0 before format 4, after the first of 3 epochs."""
+    with ZipFile(Path(__file__).with_name("format_3.zip")) as archive:
+        archive.extractall(tmp_path)
+
+    def trained(resume: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        data = torch.arange(32.0).reshape(8, 4) / 32, torch.arange(8) % 3
+        options = {"learning_rate": 0.1, "momentum": 0.9}
+        with Module(nn.Linear(4, 3), nn.CrossEntropyLoss(), cpu()) as module:
+            module.fit(data, num_epoch=3, batch_size=4, seed=3, optimizer_params=options, resume=resume)
+            return module.get_params()
+
+    with pytest.raises(ValueError, match=r"old-0001\.json is a checkpoint of format 3; to read it: mkdir") as caught:
+        trained(tmp_path / "old")
+    subprocess.run(["sh", "-c", str(caught.value).partition("to read it: ")[2]], check=True)
+    assert distance(trained(tmp_path / "old"), trained(None)) <= 1e-6
 
 
 @pytest.mark.parametrize(

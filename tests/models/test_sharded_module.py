@@ -20,7 +20,6 @@ from gangline.callback import Checkpoint
 from gangline.collectives.errors import GanglineError
 from gangline.models.balance import speed_model
 from gangline.models.checkpoint import checkpoint as checkpoints
-from gangline.models.loop.monitor import Monitor
 
 speed_model._MIN_SECONDS = 0.0  # in processes of jobs
 
@@ -259,8 +258,6 @@ def replaces(store: Any, path: str) -> Any:
             module.network.state_dict()
         with pytest.raises(RuntimeError, match="which has divided the weights"):
             module.init_params("xavier", force_init=True)
-        with pytest.raises(ValueError, match="a monitor needs all weights"):
-            module.install_monitor(Monitor(1))
         with pytest.raises(ValueError, match="expected the same store again"):
             module.init_optimizer("local")
         return first, second, third, fourth, fifth, module.learning_rate

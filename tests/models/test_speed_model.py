@@ -291,7 +291,7 @@ def test_caps_after_out_of_memory_are_proportions_where_they_do_not_hold_the_bat
     balance = RankBalance(0, [1, 1])
     read = balance.split
     balance.discard_batch({1: 32})
-    assert balance.caps == [None, 16]
+    assert balance.split.caps == [None, 16]
     assert read.counts(64) == [32, 32]
     assert balance.split.counts(64) == [48, 16]
     balance.discard_batch({0: 48})

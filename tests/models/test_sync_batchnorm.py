@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -54,7 +55,7 @@ def wholly(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor) -> li
 
 
 def shared_out(network: nn.Module, data: torch.Tensor, gradient: torch.Tensor, loads: Sequence[float]) -> list[Values]:
-    """Run the same two passes in shares, the first one context after the other, the second at once."""
+    """Run the same two passes in shares."""
     found = []
     with joint(network, loads) as module:
         module.bind(tuple(data.shape), inputs_need_grad=True)
@@ -224,12 +225,25 @@ def test_replicas_that_fail_or_differ_end_the_waits_of_all_and_the_next_batch_wo
 ) -> None:
     shares = torch.arange(len(choices)).repeat_interleave(3)[:, None].expand(-1, 2).double()
     with joint(Chosen(*choices, "n").double(), [1] * len(choices)) as module:
-        for _ in range(2):  # in turn, then at once
+        for _ in range(2):
             with pytest.raises(error, match=text):
                 module.forward(shares)
             for replica in module.bound.replicas.all:
                 pickle.loads(pickle.dumps(replica.network))
             module.forward(torch.full_like(shares, len(choices)))
+
+
+@pytest.mark.parametrize(("layer", "is_refused"), [(nn.Dropout(0.5), False), (nn.RReLU(), True)])
+def test_contexts_that_share_a_generator_draw_from_it_by_dropout_alone(layer: nn.Module, is_refused: bool) -> None:
+    found = []
+    for _ in range(2):
+        with joint(nn.Sequential(nn.BatchNorm1d(2), layer).double(), [1, 1]) as module, contextlib.ExitStack() as stack:
+            if is_refused:
+                message = "from a generator that its contexts share, which sync_batchnorm=True does not support"
+                stack.enter_context(pytest.raises(RuntimeError, match=message))
+            module.forward(random(8, 2))
+            found.append(module.get_outputs())
+    assert [torch.equal(found[0], one) for one in found[1:]] == [True] * (not is_refused)
 
 
 def test_a_share_of_which_nothing_reaches_the_layer_takes_part_with_nothing() -> None:

@@ -141,7 +141,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["--kv-store", "devise"], "there is no store named 'devise'; did you mean 'device'?"),
     (["--optimizer", "adm"], "optimizer 'adm' is unknown; did you mean 'adam'?"),
     (["--load-epoch", "2"], "--load-epoch needs --model-prefix"),
-    (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002.json does not exist"),
+    (["--load-epoch", "2", "--model-prefix", "nowhere/net"], "nowhere/net-0002 does not exist"),
     (["--data-dir", "nowhere"], "image folder nowhere does not exist"),
     (["--lr", "-1"], "learning rate is -1.0; expected a finite number"),
     (["--gc-threshold", "0.1", "--cpus", "2"], "--gc-threshold is 0.1, but --gc-type is None; only 2bit has a"),
@@ -200,9 +200,9 @@ def test_a_run_says_what_it_goes_on_from_and_what_it_replaces(tmp_path: Path, ru
     _, err = run(*words, 1, "--load-epoch", "auto")
     assert f"{prefix} has no checkpoint to resume from: a new run begins" in err
     _, err = run(*words, 2, "--load-epoch", "auto")
-    assert f"resuming from {prefix}-0001.json: 1 of 2 epochs are done\n" in err
+    assert f"resuming from {prefix}-0001: 1 of 2 epochs are done\n" in err
     out, err = run(*words, 2, "--load-epoch", "auto")
-    assert f"resuming from {prefix}-0002.json: 2 of 2 epochs are done; nothing is left to train" in err
+    assert f"resuming from {prefix}-0002: 2 of 2 epochs are done; nothing is left to train" in err
     assert out.startswith("Validation-accuracy=")
     _, err = run(*words, 1)
     assert f"{prefix} has checkpoints of an earlier run, up to epoch 2, which this run replaces" in err
@@ -224,11 +224,11 @@ def test_a_restarted_job_resumes_its_own_checkpoints_only(
     assert "resuming" not in start("new", 0, "--num-epochs", 1)
     for words in ([], ["--load-epoch", "2"], ["--load-epoch", "9"], ["--load-epoch", "auto"]):
         err = start("new", 1, "--num-epochs", 1, *words)
-        assert f"resuming from {prefix}-0001.json: 1 of 1 epochs are done" in err
+        assert f"resuming from {prefix}-0001: 1 of 1 epochs are done" in err
     err = start("other", 1, "--num-epochs", 1)
     assert "restart 1: no earlier start of this job has written a checkpoint" in err
     assert "resuming" not in err
-    assert f"resuming from {prefix}-0002.json" in start("another", 1, "--num-epochs", 2, "--load-epoch", "2")
+    assert f"resuming from {prefix}-0002" in start("another", 1, "--num-epochs", 2, "--load-epoch", "2")
 
 
 @pytest.mark.parametrize("command", ["train", "predict"])
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_another_network_is_refused(command: str, images: Path, 
     run(*MLP, "--num-epochs", "1", "--model-prefix", prefix)
     words = [command, "--network", "lenet", "--model-prefix", prefix, "--load-epoch", "auto", "--data-dir", images]
     _, err = run(*words, code=2)
-    assert err.endswith(f"gangline: checkpoint {prefix}-0001.json is of network mlp, but --network is lenet\n")
+    assert err.endswith(f"gangline: checkpoint {prefix}-0001 is of network mlp, but --network is lenet\n")
 
 
 def test_weights_of_another_network_are_refused_with_the_file(tmp_path: Path, run: Run) -> None:
@@ -254,7 +254,7 @@ def test_the_files_of_a_checkpoint_have_the_permissions_of_the_umask(tmp_path: P
         run(*MLP, "--num-epochs", "1", "--model-prefix", tmp_path / "m")
     finally:
         os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.glob("*/*")}
     assert len(modes) == 6
     assert set(modes.values()) == {0o640}
 
@@ -515,7 +515,7 @@ def test_a_signal_leaves_a_checkpoint_and_exit_code_75_without_scoring(number: s
     assert (code, out) == (75, ""), err
     assert f"training was stopped by {number.name}" in err
     assert "--load-epoch auto resumes from it" in err
-    assert list(tmp_path.glob("net-*.safetensors"))
+    assert list(tmp_path.glob("net-0*/weights.safetensors"))
 
 
 @pytest.mark.slow

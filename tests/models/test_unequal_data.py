@@ -211,7 +211,7 @@ def messages(comm: Communicator, path: str) -> dict[str, int]:
         model = DistributedDataParallel(nn.Linear(1, 1))
         loader = gangline.balance(model, DataLoader(torch.arange(64), batch_size=4), accumulate=steps, **options)
         gather, sent = loader._exchange.gather, []
-        loader._exchange.gather = lambda numbers: (sent.append(numbers), gather(numbers))[1]  # type: ignore[method-assign]  # noqa: B023
+        loader._exchange.gather = lambda *row: (sent.append(row), gather(*row))[1]  # type: ignore[method-assign]  # noqa: B023
         assert len(list(loader)) == 8
         found[name] = len(sent)
         if name == "of batches":

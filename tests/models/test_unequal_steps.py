@@ -98,7 +98,7 @@ def skip_second(where: str, **options: Any) -> list[float]:
                 hooks.append(module.w.register_hook(fail))
             output.backward()
         weights.append(job.step())
-    assert job.loader._balance.caps == [None, 1]
+    assert job.loader._balance.split.caps == [None, 1]
     return weights
 
 

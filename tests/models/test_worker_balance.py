@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -343,7 +344,7 @@ def test_a_checkpoint_holds_the_loads_and_resumes_with_any_number_of_workers(
     for count in (2, 3, 1):
         for path in tmp_path.iterdir():  # each resumes from the first run's checkpoint
             if not path.name.startswith(f"net-000{number}"):
-                path.unlink()
+                shutil.rmtree(path)
         resumed = spawn(checkpointed, count, prefix, 5, True, None)
         assert distance(resumed[0]["params"], alone(5)) <= 1e-11
         warned = [line for line in resumed[0]["lines"] if "the saved loads are those of worker 0, worker 1;" in line]

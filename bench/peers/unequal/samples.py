@@ -24,7 +24,7 @@ from gangline.bench.workload.texts import (
 )
 from gangline.models.balance.balanced_loader import BalancedLoader
 from gangline.models.balance.evaluation import balance
-from gangline.models.balance.rank_timer import RankTimer
+from gangline.models.rank_timer import RankTimer
 
 _WORDS, WIDTH = 500, 128
 

@@ -121,7 +121,5 @@ class TrainOptions(DeviceOptions):
     """Report top-K accuracy as well, for K above 1."""
     plots: Annotated[list[Plots] | None, _show()] = None
     """Write PREFIX.html (training-progress.html), a page that shows the run."""
-    monitor: Annotated[int, _show(metavar="N", min=0)] = 0
-    """Log statistics of all layers every N batches."""
     test_io: Annotated[bool, _show("--test-io")] = False
     """Read the data and log the speed; train nothing."""

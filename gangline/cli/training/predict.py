@@ -139,5 +139,5 @@ def _epoch(prefix: str, word: str) -> int | str:
         return int(word)
     there = epochs(prefix)
     if not there:
-        raise FileNotFoundError(f"there is no checkpoint {prefix}-*.json; see --model-prefix")
+        raise FileNotFoundError(f"there is no checkpoint {prefix}-NNNN; see --model-prefix")
     return there[-1]

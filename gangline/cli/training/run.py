@@ -36,14 +36,13 @@ from gangline.kvstore.registry import IN_PROCESS
 from gangline.kvstore.restart_variables import restart_number
 from gangline.launcher.restarts import CHECKPOINTED, DIVERGED
 from gangline.models import import_by_name
-from gangline.models.checkpoint.checkpoint import epochs, paths_of, read_metadata
+from gangline.models.checkpoint.checkpoint import epochs, existing, folder_of, read_metadata
 from gangline.models.data import datasets
 from gangline.models.data.images.augmentation import Augmentation
 from gangline.models.data.sources import read_speed
 from gangline.models.loop import schedules
 from gangline.models.loop.callbacks import Checkpoint, ProgressBar, Speedometer
 from gangline.models.loop.epochs import LEFT
-from gangline.models.loop.monitor import Monitor
 from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.module import Module
 from gangline.models.reports.page import TrainingProgress
@@ -152,7 +151,6 @@ def _fit_and_score(
                 optimizer_params=optimizer_params,
                 lr_scheduler=schedule,
                 validation_metric=[*metrics, "loss"] if options.plots else None,
-                monitor=Monitor(options.monitor) if options.monitor else None,
                 resume=resume,
                 **callbacks,
             )
@@ -166,7 +164,7 @@ def _fit_and_score(
     if ended == "diverged" or ended in signal.Signals.__members__:
         prefix, checkpoint = options.model_prefix, None
         if prefix is not None and (module.step or resume) and (there := epochs(prefix)):
-            checkpoint, *_ = paths_of(prefix, there[-1])
+            checkpoint = folder_of(prefix, there[-1])
         if ended == "diverged":
             result["exit_code"], how = DIVERGED, "diverged"
         else:  # the grace period is for the checkpoint, not for scoring
@@ -297,10 +295,10 @@ def _resume(options: TrainOptions) -> str | tuple[str, int] | None:
     if word != "auto" and not word.isdecimal():
         raise UsageError(f"--load-epoch is {word!r}; expected a number of epochs, or auto")
     for epoch in epochs(prefix)[-1:] if word == "auto" else [int(word)]:
-        *_, description = paths_of(prefix, epoch)
-        if not description.is_file() and not restart_number():  # a restart has checkpoints of its own
-            raise UsageError(f"{description} does not exist; checkpoints of that prefix: {epochs(prefix) or 'none'}")
-        check_network(description, read_metadata(prefix, epoch), options.network)
+        place = folder_of(prefix, epoch)
+        if existing(prefix, epoch) is None and not restart_number():  # a restart has checkpoints of its own
+            raise UsageError(f"{place} does not exist; checkpoints of that prefix: {epochs(prefix) or 'none'}")
+        check_network(place, read_metadata(prefix, epoch), options.network)
     return "auto" if word == "auto" else (prefix, int(word))
 
 

@@ -34,11 +34,7 @@ for parameter, value in zip(parameters, start, strict=True):
         parameter.set_data(mx.nd.array(value))
     else:
         parameter.data.copy_(mx.nd.array(value))
-if sys.argv[3:] == ["gangline"]:  # MXNet's Trainer over gangline
-    importlib.import_module("gangline.integrations.mxnet_store")
-    store = mx.kv.create("gangline")
-else:
-    store = mx.kv.create("dist_sync" if "DMLC_ROLE" in os.environ else "local")
+store = mx.kv.create("dist_sync" if "DMLC_ROLE" in os.environ else "local")
 workers, rank = store.num_workers, store.rank
 trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}, kvstore=store)
 loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()

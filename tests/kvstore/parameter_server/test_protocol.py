@@ -202,7 +202,7 @@ def test_only_memory_and_pipes_of_own_children_and_objects_with_the_switch_are_u
     load = r"[Pp]ickl\w*\.loads?\(|torch\.load\((?!.*weights_only=True)|\w\.recv\(\)|dist\.\w+_object|allow_pickle="
     files = product_files("collectives", "kvstore", "models", "gangline")
     found = " ".join(sorted(file.stem for file in files if re.search(load, file.read_text())))
-    assert found == "fork_server function_call host kept_state objects rank_main spawning trials"
+    assert found == "fork_server function_call host kept_state objects rank_main spawning"
 
 
 def test_refused_messages_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,14 @@
-"""Backend "gangline" of torchcomms, for CPU tensors: importing this module registers it.
+"""Backend "gangline" of torchcomms, for CPU tensors: importing this file registers it.
 
-torchcomms finds it by the entry point group ``torchcomms.backends``:
+torchcomms finds it by an entry point of your package, in pyproject.toml:
+
+    [project.entry-points."torchcomms.backends"]
+    gangline = "your_package.torchcomms_backend"
 
     comm = torchcomms.new_comm("gangline", torch.device("cpu"), name="main")
     comm.all_reduce(gradients, torchcomms.ReduceOp.SUM, async_op=False)
+
+It was tested with a stand-in for torchcomms's Python interface, and not with the package, whose builds need CUDA.
 """
 
 from __future__ import annotations
@@ -16,12 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
-from torchcomms._comms import TorchCommBackend, _is_backend_registered, register_backend
-
 from gangline.collectives import environments
 from gangline.collectives.torch_backend import GanglineProcessGroup
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, rendezvous
+from torchcomms._comms import TorchCommBackend, _is_backend_registered, register_backend
 
 _SECONDS = 600.0
 """Time limit of a communicator whose options name none: torchcomms's default."""

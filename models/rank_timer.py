@@ -46,10 +46,11 @@ class RankTimer:
         self._has_backward = has_backward
         self._parameters = {id(parameter) for parameter in parameters}
         self._time = ElapsedTime()
-        self._hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
+        """Those on the modules and optimizers, for the caller to remove."""
         for model in models:
             self._add_hooks(model)
-        self._hooks.append(register_optimizer_step_pre_hook(self._begin_step))
+        self.hooks.append(register_optimizer_step_pre_hook(self._begin_step))
         timers.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies of networks keep copies of hooks, which do nothing
@@ -63,21 +64,21 @@ class RankTimer:
         is_ddp = isinstance(wrapper, DistributedDataParallel)
         # The order of hooks matters: FSDP2 gathers parameters in a pre-forward hook.
         for unit in units:
-            self._hooks.append(unit.register_forward_pre_hook(self._begin_wait, prepend=True))
-            self._hooks.append(unit.register_forward_pre_hook(self._end_wait))
+            self.hooks.append(unit.register_forward_pre_hook(self._begin_wait, prepend=True))
+            self.hooks.append(unit.register_forward_pre_hook(self._end_wait))
         for layer in layers:
-            self._hooks.append(layer.register_forward_pre_hook(self._begin_wait, prepend=True))
-            self._hooks.append(layer.register_forward_hook(self._end_wait, always_call=True))
+            self.hooks.append(layer.register_forward_pre_hook(self._begin_wait, prepend=True))
+            self.hooks.append(layer.register_forward_hook(self._end_wait, always_call=True))
         if units or layers or (inner is not wrapper and not is_ddp):
-            self._hooks.append(inner.register_forward_pre_hook(self._begin_forward, prepend=True))
-            self._hooks.append(inner.register_forward_hook(self._end_forward, always_call=True))
+            self.hooks.append(inner.register_forward_pre_hook(self._begin_forward, prepend=True))
+            self.hooks.append(inner.register_forward_hook(self._end_forward, always_call=True))
         else:
             for parameter in inner.parameters():
                 if parameter.requires_grad and self._has_backward:
-                    self._hooks.append(parameter.register_hook(self._begin_backward))  # type: ignore[no-untyped-call]
+                    self.hooks.append(parameter.register_hook(self._begin_backward))  # type: ignore[no-untyped-call]
         if inner is not wrapper and (list(inner.buffers()) or not is_ddp):
-            self._hooks.append(wrapper.register_forward_pre_hook(self._begin_wait, prepend=True))
-            self._hooks.append(inner.register_forward_pre_hook(self._end_wait, prepend=True))
+            self.hooks.append(wrapper.register_forward_pre_hook(self._begin_wait, prepend=True))
+            self.hooks.append(inner.register_forward_pre_hook(self._end_wait, prepend=True))
 
     def start(self) -> None:
         """Start counting time when a batch is handed out."""
@@ -94,20 +95,14 @@ class RankTimer:
 
     def resume(self) -> None:
         """Count time again."""
-        self._since = mark(self._device)
+        if self._since is None:
+            self._since = mark(self._device)
 
     def take(self) -> ElapsedTime | None:
         """Return the time since the last call; None if the step was left before its end."""
         is_complete = not self.pause()
         taken, self._time = self._time, ElapsedTime()
         return taken if is_complete else None
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        timers.discard(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     # torch.compile drops hooks that return at once; other hooks would break its graph.
 
@@ -150,7 +145,7 @@ class RankTimer:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if self._is_after_backward and any(id(parameter) in self._parameters for parameter in parameters):
             self._is_after_backward = False
-            self.resume()  # excludes the time since the end of backward
+            self._since = mark(self._device)  # excludes the time since the end of backward
 
 
 def inner_module(model: nn.Module) -> nn.Module:
