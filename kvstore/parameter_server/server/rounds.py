@@ -218,7 +218,9 @@ class ShardRounds:
         raise AssertionError(f"round {number} is before the first view")
 
     def advance(self) -> None:
-        """Close the rounds that are complete and answer waiters, for all changed shards."""
+        """Close the rounds that are complete and answer waiters, for shards that have changed or were stopped."""
+        self._changed |= self.stopped_by_unread
+        self.stopped_by_unread.clear()
         while self._changed:
             shard = self._changed.pop()
             if shard.waiters and not shard.slot.is_written:
@@ -229,11 +231,6 @@ class ShardRounds:
                 shard.state = State.COMPLETE
                 if not self.is_held:
                     self._close(shard, shard.open[shard.closed + 1])
-
-    def look_at_unread(self) -> None:
-        """Let `advance` examine the shards again that `guard` calls "unread"."""
-        self._changed |= self.stopped_by_unread
-        self.stopped_by_unread.clear()
 
     def _free_slot(self, shard: Shard, *, is_bounded: bool = True) -> Slot | None:
         """Return memory for the next value of a shard: that of one which nobody needs, perhaps the current one's.

@@ -195,8 +195,6 @@ class Server:
 
     def _advance(self) -> None:
         """Close complete rounds and answer waiters; run commands once all rounds are settled."""
-        if self._rounds.stopped_by_unread:
-            self._rounds.look_at_unread()
         while True:
             self._rounds.advance()
             self._sessions.flush()
