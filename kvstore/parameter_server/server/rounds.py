@@ -300,7 +300,7 @@ class ShardRounds:
         if recorder.current is not None:
             update = partial(_in_span, f"update of {shard.key!r}", update)
         rows = self._changed_rows(shard, map(_value_of, values))
-        note, end = partial(self._note_problem, shard, this), partial(self._end_round, shard, this)
+        note, end = partial(self._note_problem, shard, this), partial(self._closed, shard, this)
         self._write(shard, slot, shard.closed + 1, rows, nbytes, update, note, end)
 
     def _write(
@@ -396,11 +396,6 @@ class ShardRounds:
             add = torch.add if shard.flat.dtype is not torch.bool else torch.logical_or
             add(shard.flat, total, out=slot.flat)
 
-    def _end_round(self, shard: Shard, this: Round, problem: str) -> None:
-        if problem:
-            self._note_problem(shard, this, problem)
-        self._closed(shard, this)
-
     def keep_unread(self, shard: Shard) -> None:
         """Copy the current value of a shard if workers have yet to read it, before it is changed in place."""
         if shard.slot.is_needed():
@@ -435,7 +430,9 @@ class ShardRounds:
             shard.problems[shard.closed + 1] = problem
             shard.problems.pop(shard.closed - 63, None)
 
-    def _closed(self, shard: Shard, this: Round) -> None:
+    def _closed(self, shard: Shard, this: Round, problem: str = "") -> None:
+        if problem:
+            self._note_problem(shard, this, problem)
         shard.closed += 1
         shard.open.pop(shard.closed)
         shard.state = State.CLOSED
