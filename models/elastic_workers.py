@@ -42,9 +42,6 @@ class ElasticWorkers(Workers):
             and whether a checkpoint is resumed. This worker begins the store's `first_step` after them; read that
             after all collective calls of `fit`.
         """
-        if self.store.is_restarted and not self.store.has_joined:
-            # Some weights may be newer than those of its step.
-            self.store.check_not_restarted("fit of a worker that has started again")
         self._began_at, step, resumes = self.store.group.broadcast([position, step, resumes], "fit")
         self.has_begun = True
         return self._began_at, step, resumes

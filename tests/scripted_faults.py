@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from zmq import MessageTracker
+
 from gangline.collectives.engine.engine import Engine, GroupResources
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client import scheduler_client, server_client
@@ -53,7 +55,7 @@ VARIABLE = "GANGLINE_FAULT"
 _log = logging.getLogger("gangline")
 
 _COMMON = ("join", "leave")
-_DATA = ("hello", "define", "pull", "ack", "values", "done", "command", "result")
+_DATA = ("hello", "define", "pull", "ack", "values", "command", "result")
 _CALLS = ("meet", "barrier", "met")
 POINTS: Mapping[str, tuple[str, ...]] = {
     "worker": (*_COMMON, *_CALLS, *_DATA, "push-sent", "view"),
@@ -239,7 +241,6 @@ _POINT_OF = {
     protocol.Pull.kind: "pull",
     protocol.Ack.kind: "ack",
     protocol.Values.kind: "values",
-    protocol.ValuesRead.kind: "done",
     protocol.Command.kind: "command",
     protocol.CommandResult.kind: "result",
 }
@@ -319,13 +320,15 @@ class ScriptedListener(Listener):
         while self._passed:
             yield self._passed.popleft()
 
-    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> bool:
+    def send(
+        self, identity: bytes, frames: Sequence[bytes | memoryview], transfers: list[MessageTracker] | None = None
+    ) -> bool:
         assert _current is not None
         sent = [True]
         send = super().send
 
         def act() -> None:
-            sent[0] = send(identity, frames, in_place=in_place)
+            sent[0] = send(identity, frames, transfers)
 
         cut = partial(self._break, identity)
         _current.pass_on(_points_of(frames, "push-taken"), (self, identity, "sent"), act, cut)
@@ -364,7 +367,7 @@ def install() -> None:
         module.open_channel = _open_channel  # type: ignore[attr-defined]
     Scheduler.__init__ = _scheduler_opened(Scheduler.__init__)  # type: ignore[method-assign]
     SchedulerClient.__init__ = _client_opened(SchedulerClient.__init__)  # type: ignore[method-assign]
-    ShardRounds._change = _changed(ShardRounds._change)  # type: ignore[method-assign]
+    ShardRounds._write = _written(ShardRounds._write)  # type: ignore[method-assign]
     ShardRounds._closed = _closed(ShardRounds._closed)  # type: ignore[method-assign]
     Engine.__init__ = _engine_opened(Engine.__init__)  # type: ignore[method-assign]
     for name in ("begin", "run_compiled"):
@@ -395,14 +398,16 @@ def _client_opened(opened: Callable[..., None]) -> Callable[..., None]:
     return scripted
 
 
-def _changed(change: Callable[..., None]) -> Callable[..., None]:
-    def scripted(own: ShardRounds, shard: Any, closed: int, update: Callable[[], None], *note: Any) -> None:
+def _written(write: Callable[..., None]) -> Callable[..., None]:
+    def scripted(own: ShardRounds, *arguments: Any) -> None:
+        *before, update, note, end = arguments
+
         def updated() -> None:
             update()
             assert _current is not None
             _current.reach("update")
 
-        change(own, shard, closed, updated, *note)
+        write(own, *before, updated, note, end)
 
     return scripted
 

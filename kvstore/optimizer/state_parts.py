@@ -238,15 +238,17 @@ def _read(path: Path, tensor: _Tensor, out: Tensor, skipped: int, total: int = 0
 
 def save_index(path: Path, parts: Iterable[str], state: OptimizerState) -> None:
     """Write the file that names the parts, which are in its folder, atomically; remove those that it named before."""
-    kept = list(parts)
-    files.save(path, {}, {"parts": kept, "state": state.header()})
-    remove_parts(path, kept)
+    files.save(path, {}, {"parts": [*parts], "state": state.header()})
+    remove_parts(path)
 
 
-def remove_parts(path: Path, kept: Iterable[str] = ()) -> None:
-    """Remove the parts of a file but those to keep, and what interrupted saves have left."""
+def remove_parts(path: Path) -> None:
+    """Remove the parts that a file does not name, also those that interrupted saves have left."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}[-.]*part*"):
-        if part.name not in kept and not _is_saving(path, part.name[len(path.name) + 1 :][:8]):
+        if _is_saving(path, part.name[len(path.name) + 1 :][:8]):
+            continue
+        header = _head_of(path)[0].get(files.HEADER, "{}")  # read now: another worker's save may just have ended
+        if part.name not in json.loads(header).get("parts", ()):
             part.unlink(missing_ok=True)
 
 

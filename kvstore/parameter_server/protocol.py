@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 10
+VERSION = 11
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame without a `Blob`; one with it may have MAX_COLLECTIVE more."""
 MAX_SHARD = 1 << 35
@@ -385,8 +385,8 @@ class Hello(Message, tag=20):
     """Number of pushes per key that a worker may be ahead of the slowest; -1: unlimited."""
     memory: Blob
     """Handle of the worker's shared memory; empty: none."""
-    last_read: Count
-    """Highest `Values.number` of this server that the worker has read; 0: none."""
+    word: Count
+    """Offset in that memory of a 64-bit integer: the number of the last `Values` of this server that it has read."""
 
 
 class Welcome(Message, tag=21):
@@ -417,6 +417,8 @@ class Push(Message, tag=23):
     wants_values: Flag
     """True if the server answers with the `Values` of these rounds."""
     region: Region
+    last_read: Count = 0
+    """Number of the last `Values` of the server that this worker has read."""
 
 
 class Pull(Message, tag=24):
@@ -446,16 +448,10 @@ class Values(Message, tag=27):
 
     sequence: Count
     number: Count
-    """Number to confirm by `ValuesRead`; the values do not change before that. 0: no confirmation."""
+    """Rises with each message to this worker; the server keeps the values until it knows that it has read them."""
     entries: Entries
     offsets: Counts
     """Offset of each entry in the server's shared memory; empty: the values are in data frames."""
-
-
-class ValuesRead(Message, tag=28):
-    """Confirmation that the worker has read the `Values` of these numbers."""
-
-    numbers: Counts
 
 
 class Failed(Message, tag=29):
@@ -465,8 +461,6 @@ class Failed(Message, tag=29):
     error: String
     """Name of a class in `remote_errors.ERRORS`."""
     text: Text
-    number: Count = 0
-    """Number to confirm by `ValuesRead`; the error is sent again if the request is repeated before. 0: none."""
 
 
 class Command(Message, tag=30):

@@ -113,10 +113,14 @@ class Continuation:
         return state
 
     def before_pull(self) -> None:
-        """Make the first pull of a late worker of an elastic job wait for the values before its first step."""
-        if self._is_elastic and self._step is None:
+        """Make pulls of a late worker get the values before its first step."""
+        if self._step is None and self._is_elastic:
             self.first_step()
             self._is_set_up = False  # calls before the loop are those of the others before theirs
+        elif self._step is None and not self._is_async:  # whether `kept` will be called is not known yet
+            pushed = {key: own for key, (own, _) in self._pushed_by_servers(refuses=False).items()}
+            step = min(pushed.values(), default=0)  # of a step that was interrupted, some keys are pushed
+            self._rounds.update({key: own if own > step + 1 else step for key, own in pushed.items()})
 
     def _enter(self) -> None:
         first = self._scheduler.enter()
@@ -135,13 +139,13 @@ class Continuation:
         self._continue(pushed)
         _log.warning("worker %d takes part from round %d on", self._scheduler.rank, first)
 
-    def _pushed_by_servers(self) -> dict[Key, tuple[int, int]]:
+    def _pushed_by_servers(self, *, refuses: bool = True) -> dict[Key, tuple[int, int]]:
         """Return for each pushed key the fewest rounds that a shard has from this worker, and the most from any."""
         done: dict[int, tuple[int, int, Key]] = {}
         for packed, _ in command(self._servers, "rounds"):
             done.update({shard: (own, most, key) for shard, own, most, key in msgpack.unpackb(packed)})
         of_key = {key: [done.pop(shard.number)[:2] for shard in shards] for key, shards in self._shards.items()}
-        if done and not self._is_elastic:  # whose pushes this worker cannot count
+        if done and refuses and not self._is_elastic:  # whose pushes this worker cannot count
             self._refuse_late(key for _, _, key in done.values())
         return {
             key: (min(own for own, _ in of), max(most for _, most in of))

@@ -163,12 +163,25 @@ def test_worker_0_ends_the_job(tmp_path: Path, who: str, late: str) -> None:
     assert {rank: how for rank, (how, _) in ends(out).items()} == {0: "callback", 1: "left"}
 
 
-def test_a_worker_that_dies_in_fit_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script_processes(monkeypatch, "worker 1 kill at push-sent 1")
-    with job(tmp_path, "{}", "{}", "--restart-processes", "1") as run:
-        status, _, errors = run.end(60)
-    assert status
-    assert "--max-restarts" in "\n".join(errors)
+@pytest.mark.parametrize(
+    "script",
+    [
+        "worker 1 kill at push-sent 1",
+        "worker 1 kill at push-sent 6",
+        "worker 0 kill at push-sent 7; worker 1 kill at values 5",
+        "worker 1 kill at push-sent 9; server 0 kill at update 8",
+    ],
+)
+def test_a_worker_that_dies_in_fit_repeats_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    script_processes(monkeypatch, script)
+    with job(tmp_path, "{}", "{}", "--restart-processes", "3") as run:
+        status, out, errors = run.end(90)
+    assert status == 0, errors
+    assert sum("it starts again (restart" in line for line in errors) == script.count("kill"), errors
+    (difference,) = [float(line.split()[-1]) for line in out if "difference" in line]
+    assert difference < 1e-11
 
 
 def test_gangline_train_grows(tmp_path: Path) -> None:

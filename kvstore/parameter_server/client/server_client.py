@@ -21,7 +21,7 @@ from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchEr
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_socket import Part, Wait, publish, withdraw
 from gangline.collectives.timeline import recorder
-from gangline.collectives.transports.shm.segments import Segment, open_offered
+from gangline.collectives.transports.shm.segments import Segment, Words, open_offered
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
 from gangline.kvstore.freed_memory import keep_freed_memory
@@ -51,20 +51,18 @@ CLOSE_SECONDS = 10.0
 
 
 class _ServerConnection:
-    def __init__(self, address: str, channel: Channel) -> None:
+    def __init__(self, address: str, channel: Channel, hello: protocol.Hello) -> None:
         self.address = address
         self.channel = channel
+        self.hello = hello
         self.has_hello = False  # sent on this channel, so that other messages may follow
         self.memory: Segment | None = None
         self.shares_memory = False
         self.greeted = False
-        self.hello: protocol.Hello | None = None  # sent instead of the client's, without shared memory
         self.in_flight = 0  # bytes that the server has not received
         self.undelivered = 0  # number of requests in flight that completed when sent
         self.pending: dict[int, Request] = {}  # not answered
         self.unreleased: dict[int, Request] = {}  # answered, but the server still reads their memory
-        self.last_read = 0  # highest Values.number that has been read
-        self.read_at = -math.inf  # `time.monotonic` seconds of the last notice to the server
 
 
 def _state(connection: _ServerConnection) -> str:
@@ -96,12 +94,16 @@ class ServerClient:
         bounds = limits()
         self._timeout, self._stall_warn, self._limit = timeout, bounds.stall_warn, bounds.heartbeat_limit
         self._scheduler = scheduler
-        handle = b"" if pool is None else pool.handle
-        self._hello = protocol.Hello(scheduler.rank, scheduler.view, mode, staleness, handle, 0)
+        count, handle, at = len(scheduler.servers), b"", 0
+        self._last_read: Words | list[int] = [0] * count  # by server: see `protocol.Hello`
+        if pool is not None:
+            handle, at = pool.handle, pool.allocate(8 * count)
+            self._last_read = pool.segment.words(at, count)
+        hello = protocol.Hello(scheduler.rank, scheduler.view, mode, staleness, handle, at)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(2)
         self._sequences = itertools.count(1)
         self._order = itertools.count()
-        self._outbox: list[tuple[int, int, Request]] = []  # heap of (-priority, order, request)
+        self._outbox: list[tuple[bool, int, int, Request]] = []  # heap: pulls, -priority, order
         self._queued = 0  # bytes in the outbox
         self._lock = GuardedLock()  # protects the outbox
         self._driving = threading.Lock()  # held by the thread that drives the sockets
@@ -121,7 +123,10 @@ class ServerClient:
         self._warned = False
         self._poller = Poller()
         self._poller.add(self._event_fd)
-        self._connections = [_ServerConnection(address, self._open(address)) for address in scheduler.servers]
+        self._connections = [
+            _ServerConnection(address, self._open(address), replace(hello, word=at + 8 * server if handle else 0))
+            for server, address in enumerate(scheduler.servers)
+        ]
         scheduler.on_change = self._on_change
         self._refusal: Exception | None = None  # of a Hello
         self._undelivered: list[str] | None = None  # requests that were lost during close()
@@ -183,7 +188,9 @@ class ServerClient:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the store is closed")
-            heapq.heappush(self._outbox, (-request.priority, next(self._order), request))
+            # A pull goes before pushes, so that its server has it before a later push of its key.
+            entry = type(request.message) is not protocol.Pull, -request.priority, next(self._order), request
+            heapq.heappush(self._outbox, entry)
             self._queued += request.nbytes
         self._send_queued()
 
@@ -197,14 +204,10 @@ class ServerClient:
         self._wake_thread(drives=True)
 
     def watch_connections(self) -> None:
-        """Check in a thread, twice a second, for lost connections until servers have received all messages.
-
-        Servers do not acknowledge `ValuesRead`, but a lost connection shows within the heartbeat limit.
-        """
+        """Check in a thread, twice a second, for lost connections until servers have received all pushes."""
         if self._sleeps:
-            begin = time.monotonic() - self._limit
             for one in self._connections:  # `any` would make calls, and every call of a store comes here
-                if one.undelivered or one.read_at > begin:
+                if one.undelivered:
                     self._wake_thread(drives=False)
                     return
 
@@ -281,7 +284,7 @@ class ServerClient:
         self._undelivered = []
         if not self._closed and self._failure is None and not self.flush(seconds):
             in_flight = [request for one in self._connections for request in one.pending.values()]
-            waiting = [*in_flight, *(request for _, _, request in self._outbox)]
+            waiting = [*in_flight, *(request for *_, request in self._outbox)]
             self._undelivered += [request.what for request in waiting if not request.received]
         if self._scheduler.allows_restarts and not self._closed and self._failure is None:
             self._wait_for_releases(min(seconds, CLOSE_SECONDS))
@@ -358,7 +361,6 @@ class ServerClient:
         connection.channel.close()
         connection.address, connection.channel = address, self._open(address)
         connection.greeted = connection.has_hello = False
-        connection.last_read, connection.read_at = 0, -math.inf
 
     def _greet_all(self) -> None:
         ends = time.monotonic() + self._timeout
@@ -401,7 +403,7 @@ class ServerClient:
             try:
                 while self._outbox:
                     entry = heapq.heappop(self._outbox)
-                    request = entry[2]
+                    request = entry[-1]
                     if self._has_room(request):
                         self._queued -= request.nbytes
                         self._dispatch(request)
@@ -413,12 +415,14 @@ class ServerClient:
     def _has_room(self, request: Request) -> bool:
         """Return whether the request fits into its server's window."""
         in_flight = self._connections[request.server].in_flight
-        return not in_flight or in_flight + request.nbytes <= _WINDOW
+        return not in_flight or not request.nbytes or in_flight + request.nbytes <= _WINDOW
 
     def _dispatch(self, request: Request) -> None:
         connection = self._connections[request.server]
         request.sequence = request.message.sequence = next(self._sequences)
         request.sent_at = time.monotonic()
+        if type(request.message) is protocol.Push:
+            request.message.last_read = self._last_read[request.server]
         try:
             request.packed = protocol.pack(request.message)
         except Exception as error:  # noqa: BLE001  passed to the request; others are not affected
@@ -449,7 +453,7 @@ class ServerClient:
                 self._sleeps = True  # before the next check: `watch_connections` reads in the other order
                 busy = self._is_busy()
                 self._drives &= busy
-                self._sleeps = not (busy or self._may_lose_reads())
+                self._sleeps = not busy
                 if not self._drives and not self._closed:
                     self._idle.wait(None if self._sleeps else _WATCH_SECONDS)
                 drives = self._drives
@@ -479,10 +483,6 @@ class ServerClient:
     def _is_busy(self) -> bool:
         return bool(self._outbox) or self._is_replaced() or any(c.pending or c.unreleased for c in self._connections)
 
-    def _may_lose_reads(self) -> bool:
-        begin = time.monotonic() - self._limit
-        return any(connection.read_at > begin for connection in self._connections)
-
     def _progress(self, timeout_ms: int, spin_seconds: float = 0.0) -> None:
         if self._outbox:
             self._flush_outbox()
@@ -502,8 +502,7 @@ class ServerClient:
 
     def _greet(self, connection: _ServerConnection) -> None:
         """Send Hello on a new connection, then repeat unanswered requests, which may be lost, with their numbers."""
-        hello = connection.hello or self._hello
-        connection.channel.send([protocol.pack(replace(hello, last_read=connection.last_read))])
+        connection.channel.send([protocol.pack(connection.hello)])
         connection.has_hello = True
         for _, request in sorted({**connection.unreleased, **connection.pending}.items()):
             connection.channel.send([request.packed, *request.frames])
@@ -522,8 +521,8 @@ class ServerClient:
                     try:
                         connection.memory = open_offered(memory)
                     except OSError as why:
-                        _log.info("worker %d and server %d share no memory: %s", self._hello.rank, server, why)
-                        connection.hello = replace(self._hello, memory=b"")
+                        _log.info("worker %d and server %d share no memory: %s", connection.hello.rank, server, why)
+                        connection.hello = replace(connection.hello, memory=b"")
                         self._greet(connection)  # the server then sends values over the socket
                         return
                 connection.greeted = True
@@ -544,29 +543,20 @@ class ServerClient:
                         request.on_release = None
             case protocol.Values(sequence, number, _, _):
                 self._settle(connection, sequence, message, [*map(tensor_of, frames)])
-                if number:
-                    self._confirm(connection, number)
+                self._last_read[server] = number
             case protocol.CommandResult(sequence, _):
                 self._settle(connection, sequence, message, [*map(tensor_of, frames)])
             case protocol.Blocked(sequence, number, text):
                 if sequence in connection.pending:
                     connection.pending[sequence].blocked = number, text
-            case protocol.Failed(sequence, kind, text, number):
+            case protocol.Failed(sequence, kind, text):
                 error = make_error(kind, text)
-                if number:
-                    self._confirm(connection, number)
                 if not sequence:  # of a Hello, or of a message whose number the server could not read
                     self._refusal = error
                     _log.warning("server %d rejects a message of worker %d: %s", server, self._scheduler.rank, text)
                 self._fail(connection, sequence, error)
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__}")
-
-    def _confirm(self, connection: _ServerConnection, number: int) -> None:
-        connection.last_read = max(connection.last_read, number)
-        connection.read_at = time.monotonic()
-        if connection.has_hello:
-            connection.channel.send([protocol.pack(protocol.ValuesRead([number]))])
 
     def _settle(self, connection: _ServerConnection, sequence: int, message: Message, datas: list[Tensor]) -> None:
         request = connection.pending.get(sequence)
@@ -681,11 +671,11 @@ class ServerClient:
         for sequence, request in list(connection.pending.items()):
             self._fail(connection, sequence, error_of(request))
         with self._lock:
-            unsent = [one for one in self._outbox if self._connections[one[2].server] is connection]
-            self._outbox = [one for one in self._outbox if self._connections[one[2].server] is not connection]
+            unsent = [one for one in self._outbox if self._connections[one[-1].server] is connection]
+            self._outbox = [one for one in self._outbox if self._connections[one[-1].server] is not connection]
             heapq.heapify(self._outbox)
-            self._queued -= sum(request.nbytes for _, _, request in unsent)
-        for _, _, request in unsent:
+            self._queued -= sum(request.nbytes for *_, request in unsent)
+        for *_, request in unsent:
             request.on_error(request, error_of(request))
 
     def _fail_all(self, error: Exception) -> None:

@@ -5,19 +5,20 @@ any two instructions; what it has written until then stays. Layout, in bytes fro
 
     0      magic number
     64     record of the settings: optimizer, compression, workers inside join(), messages that were handled, rates
-    128    record of the shards: their definitions, and the offsets of their values and of their own records
+    128    record of the shards: their definitions, and the offsets of their own records
     4096   undo area of each thread, 64 bytes each: see `_UndoArea`
     ...    allocations: values, state tensors, kept sums, records and their slots, copies for undo
 
-The record of a shard says which rounds are applied and where the state of its optimizer is. It is written when an
-update is complete, and makes it final. Everything else about pushes is in the workers, which repeat a push until its
-memory has been released, and that happens after its round is final.
+The record of a shard says which rounds are applied, where its values are, and the state of its optimizer. It is
+written when an update is complete, and makes it final. Everything else about pushes is in the workers, which repeat a
+push until its memory has been released, and that happens after its round is final.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from gangline.kvstore.group.serialization import dtype_named, name_of_dtype
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
-from gangline.kvstore.parameter_server.server.shards import Shard, add_push
+from gangline.kvstore.parameter_server.server.shards import Shard, Slot, add_push
 from gangline.kvstore.parameter_server.transport.shared_memory import SharedMemoryPool, aligned
 from gangline.kvstore.sparse import RowSparse
 
@@ -104,19 +105,20 @@ class Record:
 
 
 class _UndoArea:
-    """Copy of the memory that an update of one thread changes, until the update is final.
+    """Copy of the state that an update of one thread changes, until the update is final; values are written elsewhere.
 
-    Five words: 1 while an update runs, offset and capacity of the copies, offset and version of the shard's record when
-    the update began. The copies begin with their number; offset and length of each; then the bytes.
+    Six words: 1 while an update runs, offset and capacity of the copies, offset and version of the shard's record when
+    the update began, offset of the value that it writes. The copies begin with their number; offset and length of each;
+    then the bytes.
     """
 
     def __init__(self, pool: SharedMemoryPool, index: int) -> None:
         self._pool = pool
-        self._words = pool.segment.words(_UNDO + index * _UNDO_BYTES, 5)
+        self._words = pool.segment.words(_UNDO + index * _UNDO_BYTES, 6)
         self._base = pool.segment.address
 
-    def save(self, record: Record, ranges: Sequence[tuple[int, int]]) -> None:
-        """Copy ranges, (offset, bytes) each, before an update changes them."""
+    def save(self, record: Record, value: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """Copy ranges, (offset, bytes) each, before an update changes them; ``value``: offset of the one it writes."""
         words = self._words
         head = aligned(8 + 16 * len(ranges))
         needed = head + sum(aligned(nbytes) for _, nbytes in ranges)
@@ -134,7 +136,7 @@ class _UndoArea:
             table[1 + 2 * index], table[2 + 2 * index] = offset, nbytes
             ctypes.memmove(self._base + at, self._base + offset, nbytes)
             at += aligned(nbytes)
-        words[3], words[4] = record.offset, record.version
+        words[3], words[4], words[5] = record.offset, record.version, value
         words[0] = 1
 
     def clear(self) -> None:
@@ -145,8 +147,11 @@ class _UndoArea:
         """Return offset and capacity of the copies."""
         return [(self._words[1], self._words[2])] if self._words[2] else []
 
-    def undo(self) -> bool:
-        """Undo the update that a killed process has left incomplete; return whether there was one."""
+    def undo(self) -> list[int]:
+        """Undo the update that a killed process has left incomplete, if any; return the offset of its value.
+
+        It is undone again until its shard's record is written, or `clear` is called.
+        """
         words = self._words
         is_open = bool(words[0]) and Record(self._pool, words[3], is_new=False).version == words[4]
         if is_open:
@@ -156,8 +161,7 @@ class _UndoArea:
             for offset, nbytes in zip(table[::2], table[1::2], strict=True):
                 ctypes.memmove(self._base + offset, self._base + at, nbytes)
                 at += aligned(nbytes)
-        self.clear()
-        return is_open
+        return [words[5]] if is_open else []
 
 
 @dataclass(eq=False)
@@ -212,7 +216,8 @@ class KeptMemory:
         self._undo_areas = [_UndoArea(self.pool, index) for index in range(_THREADS)]
         self.was_used = bool(magic[0])
         """True if a former process of this server has used it."""
-        self.undone = sum([area.undo() for area in self._undo_areas])
+        self._torn = [offset for area in self._undo_areas for offset in area.undo()]
+        self.undone = len(self._torn)
         """Number of updates that were undone."""
         magic[0] = _MAGIC
         self._shards: dict[int, _KeptShard] = {}
@@ -229,25 +234,38 @@ class KeptMemory:
             ranges += area.ranges()
         content = self._definitions.read()
         rates: _Rates = {}
+        torn: list[tuple[Shard, int | None]] = []  # with the numbers of their optimizers
         for packed in msgpack.unpackb(content) if content else ():
-            number, dtype, shape, width, key, begin, is_whole, offset, thread, at = packed
-            nbytes = math.prod(shape) * dtype_named(dtype).itemsize
-            stored = self._tensor(dtype, shape, offset)
-            shard = Shard(number, key, begin, width, stored, is_whole, offset, thread % threads)
-            kept = self._shards[number] = _KeptShard(shard, Record(self.pool, at, is_new=False))
-            ranges += [(offset, nbytes), (at, _RECORD_BYTES), *kept.record.ranges()]
-            self._restore(kept, optimizers, rates)
+            number, dtype, shape, width, key, begin, is_whole, thread, at = packed
+            record = Record(self.pool, at, is_new=False)
+            values, *content = msgpack.unpackb(record.read(), strict_map_key=False)
+            slots = [
+                Slot(self._tensor(dtype, shape, offset), offset, first, last)
+                for offset, first, last in values
+                if offset not in self._torn
+            ]
+            shard = Shard(number, key, begin, width, slots, is_whole, thread % threads)
+            kept = self._shards[number] = _KeptShard(shard, record)
+            ranges += [(slot.offset, slot.flat.nbytes) for slot in slots]
+            ranges += [(at, _RECORD_BYTES), *record.ranges()]
+            if len(slots) < len(values):
+                torn.append((shard, content[3]))
+            self._restore(kept, content, optimizers, rates)
             ranges += [(offset, tensor.nbytes) for tensor, offset in [*kept.state.values(), *kept.sums]]
         for (number, thread), (_, rate) in rates.items():
             optimizers[number].set_learning_rate(thread, rate)
         self.pool.reserve(ranges)
+        for shard, group in torn:  # before its memory is used for something else
+            self.save(shard, shard.closed, None if group is None else optimizers.get(group))
+        for area in self._undo_areas:
+            area.clear()
         return [kept.shard for kept in self._shards.values()]
 
-    def _restore(self, kept: _KeptShard, by_number: Mapping[int, ShardOptimizers], rates: _Rates) -> None:
+    def _restore(
+        self, kept: _KeptShard, content: Sequence[Any], by_number: Mapping[int, ShardOptimizers], rates: _Rates
+    ) -> None:
         shard = kept.shard
-        closed, stamp, rate, number, generation, applied, problems, rejected, sums, state, plain = msgpack.unpackb(
-            kept.record.read(), strict_map_key=False
-        )
+        closed, stamp, rate, number, generation, applied, problems, rejected, sums, state, plain = content
         shard.closed, shard.problems, shard.rejected = closed, problems, rejected
         for rank, last, ahead in applied:
             kept.applied[rank], kept.applied_ahead[rank] = last, set(ahead)
@@ -294,38 +312,44 @@ class KeptMemory:
         packed = []
         for kept in self._shards.values():
             shard = kept.shard
-            dtype, shape, _ = _layout(shard.stored, shard.offset)
+            dtype, shape, _ = _layout(shard.slot.stored, 0)
             definition = [shard.number, dtype, shape, shard.width, shard.key, shard.begin, shard.is_whole]
-            packed.append([*definition, shard.offset, shard.thread, kept.record.offset])
+            packed.append([*definition, shard.thread, kept.record.offset])
         self._definitions.write(msgpack.packb(packed))
 
     # Updates
 
-    def begin(self, shard: Shard, rows: Tensor | None = None) -> None:
-        """Copy what an update of rows may change, by default of all; runs in the shard's thread."""
+    def begin(self, shard: Shard, slot: Slot | None, rows: Tensor | None = None) -> None:
+        """Copy the state that an update of rows, by default of all, changes; runs in the shard's thread."""
         kept = self._shards[shard.number]
         ranges = []
-        for tensor, offset in ((shard.weight, shard.offset), *kept.state.values()):
+        for tensor, offset in kept.state.values() if slot is not None else ():
             nbytes = shard.width * tensor.itemsize
             if rows is None or tensor.shape != shard.weight.shape or len(rows) * (nbytes + _LOOP) > tensor.nbytes:
                 ranges.append((offset, tensor.nbytes))
             else:
                 ranges += [(offset + row * nbytes, nbytes) for row in rows.tolist()]
-        self._undo_areas[shard.thread].save(kept.record, ranges)
+        self._undo_areas[shard.thread].save(kept.record, 0 if slot is None else slot.offset, ranges)
 
     def count(self, shard: Shard, rank: int, number: int, before: int = 0) -> None:
         """Async mode: count a push as applied from the next `save` on; see `add_push`."""
         kept = self._shards[shard.number]
         add_push(kept.applied, kept.applied_ahead, rank, number, before)
 
-    def commit(self, shard: Shard, closed: int, optimizers: ShardOptimizers | None) -> None:
-        """Make the update since `begin` final; runs in the shard's thread."""
-        self.save(shard, closed, optimizers)
+    def commit(self, shard: Shard, closed: int, optimizers: ShardOptimizers | None, slot: Slot | None) -> None:
+        """Make the update since `begin` final, with the value that it has written; runs in the shard's thread."""
+        self.save(shard, closed, optimizers, slot)
         self._undo_areas[shard.thread].clear()
 
-    def save(self, shard: Shard, closed: int, optimizers: ShardOptimizers | None) -> None:
-        """Write the record of a shard; new state tensors of its optimizer are moved into this memory."""
+    def save(self, shard: Shard, closed: int, optimizers: ShardOptimizers | None, slot: Slot | None = None) -> None:
+        """Write the record of a shard; new state tensors of its optimizer are moved into this memory.
+
+        ``slot`` is the value after round ``closed``, which is published next; None: the current one stays.
+        """
         kept = self._shards[shard.number]
+        value = shard.slot if slot is None else slot
+        values = [(value.offset, shard.slot.first if slot is None else closed, sys.maxsize)]
+        values += [(one.offset, one.first, min(one.last, closed - 1)) for one in shard.slots if one is not value]
         plain: Mapping[str, Any] = {}
         rate, number, generation = None, None, 0
         unused: list[int] = []
@@ -336,6 +360,7 @@ class KeptMemory:
             rate = optimizers.learning_rate_of(shard)
             self._keep_sum(kept, optimizers.sum_of(shard), unused)
         content = [
+            values,
             closed,
             time.monotonic_ns(),
             rate,

@@ -1,8 +1,8 @@
 """Published versions of a server's shards, and the readers that pull them.
 
-A version names a round of each shard: the last one that worker 0 had pushed when it published. A shard is copied by its
-own thread after that round, before a later round can change it. Copies never change, so readers get them part by part,
-each when they ask for it, in time that workers do not need.
+A version names a round of each shard: the last one that worker 0 had pushed when it published. The value after that
+round is not overwritten while the version is kept, so readers get it part by part, each when they ask for it, in time
+that workers do not need.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgpack
 import torch
-from torch import Tensor
 
 from gangline.collectives.errors import MismatchError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import MAX_PARTS, PART_BYTES, Attach, Detached, Part, Read, Want
-from gangline.kvstore.parameter_server.server.shards import Shard
-from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
-from gangline.kvstore.parameter_server.transport.frames import tensor_of
+from gangline.kvstore.parameter_server.server.shards import Shard, Slot
 from gangline.kvstore.parameter_server.transport.listener import Listener
 
 _log = logging.getLogger("gangline")
@@ -46,30 +42,27 @@ class _Version:
     number: int
     described: list[list[object]]
     """``[shard, round, key, dtype, shape of the key, begin, elements]`` of each item, as worker 0 has sent it. The
-    stamp of the copy, which is the same in the next version if the copy is, then replaces the round."""
+    stamp of the value, which is the same in the next version if the value is, then replaces the round."""
+    items: list[memoryview]
+    """The description, once the version is whole, and the values."""
     missing: int
-    """Number of items that are not copied yet."""
-    copies: dict[int, Tensor] = field(default_factory=dict)
-    """Copies by position of the item."""
-    items: list[memoryview] = field(default_factory=list)
-    """Once it is whole: the description and the copies."""
-    problem: str = ""
+    """Number of items that are not there yet."""
+    slots: dict[int, Slot] = field(default_factory=dict)
+    """Memory of values, by position of the item."""
 
 
 class Published:
-    """Versions of the shards of a server, copied in their threads."""
+    """Versions of the shards of a server: values that are not overwritten as long as their version is kept."""
 
-    def __init__(self, thread_pool: ThreadPool) -> None:
+    def __init__(self) -> None:
         self.awaited: dict[int, list[tuple[int, int, _Version]]] = {}
         """Round, position of the item, and version, for each version that waits for a shard's round, by its number."""
         self.versions: list[_Version] = []
         """The newest whole ones, ascending."""
         self.on_whole: Callable[[], None] = lambda: None
         """Called when a version has become whole."""
-        self._thread_pool = thread_pool
         self._newest = -1
         self._stamps = itertools.count(time.time_ns())  # differ from those of a former process
-        self._copied: dict[int, tuple[int, int, _Version, int]] = {}  # by shard: round, stamp, newest version, position
 
     def publish(self, payload: bytes, frames: Sequence[memoryview], shards: Mapping[int, Shard]) -> None:
         """Keep a version of the shards that are named, and of further tensors in data frames, whose number is -1.
@@ -83,61 +76,58 @@ class Published:
             raise MismatchError(f"version {number} names shard {unknown[0]}, which this server does not have")
         own = [shards.get(one[0]) for one in described]
         for shard, one in zip(own, described, strict=True):
-            if shard is not None and (shard.closed > one[1] or (shard.closed == one[1] and shard.busy)):
+            if shard is not None and (shard.closed > one[1] or (shard.closed == one[1] and shard.slot.is_written)):
                 _log.warning("version %d is left out: key %r is beyond its round %d", number, shard.key, one[1])
                 return
         self._newest = number
-        version = _Version(number, described, len(described) + 1)
+        version = _Version(number, described, [memoryview(b"")] * (len(own) + 1), len(own) + 1)
         extra = iter(frames)
-        for place, (shard, one) in enumerate(zip(own, described, strict=True)):
+        for place, (shard, one) in enumerate(zip(own, described, strict=True), 1):
             if shard is None:
-                version.copies[place], one[1] = tensor_of(next(extra)), next(self._stamps)
-                version.missing -= 1
+                self._add(version, place, next(self._stamps), next(extra))
             elif shard.closed == one[1]:
-                self._copy(shard, version, place)
+                self._add_shard(version, place, shard)
             else:
                 self.awaited.setdefault(shard.number, []).append((one[1], place, version))
-        self._end_copy(version, "")
+        self._end(version)
 
     def keep(self, shard: Shard) -> None:
-        """Copy a shard for the versions that have waited for the round that has just closed."""
+        """Keep the value of a shard for the versions that have waited for the round that has just closed."""
         waiting = self.awaited.pop(shard.number)
         if later := [one for one in waiting if one[0] > shard.closed]:
             self.awaited[shard.number] = later
         for number, place, version in waiting:
             if number <= shard.closed:
-                self._copy(shard, version, place)
+                self._add_shard(version, place, shard)
 
-    def forget(self, shard: Shard) -> None:
-        """Copy a shard again for the next version: its values have changed without a round, or it is removed."""
-        self._copied.pop(shard.number, None)
+    def remove(self, shard: Shard) -> None:
+        """Copy what versions have of a shard that is removed."""
+        waiting = (one[-1] for awaited in self.awaited.values() for one in awaited)
+        for version in {*self.versions, *waiting}:
+            for place, slot in version.slots.items():
+                if slot in shard.slots:
+                    version.items[place] = memoryview(bytes(version.items[place]))
 
-    def _copy(self, shard: Shard, version: _Version, place: int) -> None:
-        closed, stamp, former, before = self._copied.get(shard.number, (-1, 0, version, 0))
-        is_new = closed != shard.closed
-        stamp = next(self._stamps) if is_new else stamp
-        self._copied[shard.number] = shard.closed, stamp, version, place
-        version.described[place][1] = stamp
+    def _add_shard(self, version: _Version, place: int, shard: Shard) -> None:
+        slot = version.slots[place] = shard.slot
+        slot.pins += 1
+        slot.stamp = slot.stamp or next(self._stamps)
+        self._add(version, place, slot.stamp, slot.flat.view(torch.uint8).numpy().data)
 
-        def copy() -> None:  # in the shard's thread, so after the copy that it shares
-            version.copies[place] = shard.flat.clone() if is_new else former.copies[before]
+    def _add(self, version: _Version, place: int, stamp: int, item: memoryview) -> None:
+        version.described[place - 1][1], version.items[place] = stamp, item
+        self._end(version)
 
-        self._thread_pool.run(shard.thread, shard.flat.nbytes if is_new else 0, copy, partial(self._end_copy, version))
-
-    def _end_copy(self, version: _Version, problem: str) -> None:
+    def _end(self, version: _Version) -> None:
         version.missing -= 1
-        if problem:
-            version.problem = problem
-            self._copied.clear()
         if version.missing:
             return
-        if version.problem:
-            _log.warning("version %d is left out: %s", version.number, version.problem.partition("\n")[0])
-            return
-        description = memoryview(msgpack.packb(version.described))
-        copies = [version.copies[place] for place in range(len(version.described))]
-        version.items = [description, *(copy.view(torch.uint8).numpy().data for copy in copies)]
-        self.versions = sorted([*self.versions, version], key=lambda one: one.number)[-_KEPT:]
+        version.items[0] = memoryview(msgpack.packb(version.described))
+        self.versions = sorted([*self.versions, version], key=lambda one: one.number)
+        for replaced in self.versions[:-_KEPT]:
+            for slot in replaced.slots.values():
+                slot.pins -= 1
+        del self.versions[:-_KEPT]
         self.on_whole()
 
     @property

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, ShardOptimizers
 from gangline.kvstore.parameter_server.server.published import Published
-from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Waiter
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Round, Shard, Slot, State, Waiter
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
+_value_of = attrgetter("value")  # calls no Python, as a small push makes few calls
 _BLOCKED_SECONDS = 0.05
 """Interval of checks for workers that wait for each other."""
 
@@ -33,14 +35,16 @@ _BLOCKED_SECONDS = 0.05
 class ShardRounds:
     """State of all shards of a server, without its sockets and memory.
 
-    ``send_value`` is called for a waiter that gets the current value, ``fail`` for one that gets an error.
+    ``send_value`` is called for a waiter with the value that it gets, ``fail`` for one that gets an error, ``add_slot``
+    for a shard whose memory is all in use.
     """
 
     def __init__(
         self,
         workers: int,
         thread_pool: ThreadPool,
-        send_value: Callable[[Waiter, Shard], None],
+        add_slot: Callable[[Shard], Slot],
+        send_value: Callable[[Waiter, Shard, Slot], None],
         fail: Callable[[Waiter, str, str, bool], None],
     ) -> None:
         self.shards: dict[int, Shard] = {}
@@ -54,15 +58,21 @@ class ShardRounds:
         """Memory that outlives this process, where rounds become final; None without restarts."""
         self.is_held = False
         """True in a restarted server until all workers have repeated their requests: no round is closed."""
+        self.keeps_former = False
+        """True if workers that start again may pull the value before the current one."""
+        self.stopped_by_unread: set[Shard] = set()
+        """Shards with too many values that workers have not read; no message tells when they have."""
         self.joined: set[int] = set()
         """Workers inside join(), which rounds do not wait for."""
         self.in_collectives: dict[int, tuple[str, int]] = {}
         """Workers that wait in a collective for other workers, with the call's name and number: meanwhile
         acknowledgements to the others are not withheld, and in async mode they do not bound the staleness of others."""
-        self.published = Published(thread_pool)
+        self.published = Published()
         self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
         self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
+        self._leaving: set[int] = set()  # workers of earlier views that may still pull the value after their last round
         self._thread_pool = thread_pool
+        self._add_slot = add_slot
         self._send_value = send_value
         self._fail = fail
         self._gone: dict[int, str] = {}
@@ -89,6 +99,7 @@ class ShardRounds:
         for first, ranks in views:
             for rank in ranks:
                 self._before.setdefault(rank, first - 1)
+        self._leaving = {*self.ranks() - self._views[-1][1] - self._gone.keys()}
         self._changed.update(self.shards.values())
 
     def ranks(self) -> frozenset[int]:
@@ -129,7 +140,7 @@ class ShardRounds:
 
     def wait(self, shard: Shard, waiter: Waiter) -> None:
         """Add a worker that waits for the value after a round."""
-        if waiter.rank in self._gone:  # would count as a reader forever
+        if waiter.rank in self._gone:
             return
         if shard.waiters.setdefault((waiter.rank, waiter.sequence), waiter) is waiter:
             shard.new_waiters.append(waiter)
@@ -145,11 +156,10 @@ class ShardRounds:
         found = set(ranks) if self.in_collectives else set()
         if len(self.in_collectives) == 1:
             found -= self.in_collectives.keys()
-        for shard in self.shards.values():
-            if shard.waiters or shard.open:
-                last = max((waiter.round for waiter in shard.waiters.values()), default=0)
-                last = max([last, *(self.last_push(shard, rank) for rank in blocked)])
-                found.update(rank for rank in ranks - found if self.last_push(shard, rank) < last)
+        for shard, *_ in self._unfinished():
+            last = max((waiter.round for waiter in shard.waiters.values()), default=0)
+            last = max([last, *(self.last_push(shard, rank) for rank in blocked)])
+            found.update(rank for rank in ranks - found if self.last_push(shard, rank) < last)
         return found
 
     def rounds_of(self, rank: int) -> list[tuple[int, int, int, Key]]:
@@ -166,7 +176,7 @@ class ShardRounds:
 
     def are_settled(self) -> bool:
         """Return whether all complete rounds are closed."""
-        return not any(shard.busy or self._is_complete(shard) for shard in self.shards.values())
+        return all(shard.state is State.OPEN for shard in self.shards.values())
 
     def _is_complete(self, shard: Shard) -> bool:
         following = shard.open.get(shard.closed + 1)
@@ -177,9 +187,27 @@ class ShardRounds:
             return False
         return following.pushes.keys() >= ranks - self.joined
 
-    def _needed(self, number: int) -> frozenset[int]:
-        """Return the ranks that must push before a round closes."""
-        return self._ranks_of(number) - self.joined
+    def _missing(self, shard: Shard, number: int) -> frozenset[int]:
+        """Return the workers that must still push before a round can close."""
+        pushes = shard.open[number].pushes.keys() if number in shard.open else ()
+        return (self._ranks_of(number) - self.joined).difference(pushes)
+
+    def guard(self, shard: Shard) -> tuple[str, frozenset[int]]:
+        """Return what stops the next round of a shard, and the workers that it waits for; "" if nothing does.
+
+        "missing": pushes. "held": this server was restarted, and workers may repeat what the former process had.
+        "unread": workers have yet to read more values than a shard keeps.
+        """
+        missing = self._missing(shard, shard.closed + 1)
+        if missing:
+            return "missing", missing
+        return ("held" if self.is_held else "unread" if shard in self.stopped_by_unread else ""), missing
+
+    def _unfinished(self) -> Iterator[tuple[Shard, Round | None, str, frozenset[int]]]:
+        """Yield each shard whose next round has begun or is waited for, that round, and its `guard`."""
+        for shard in list(self.shards.values()):
+            if shard.open or shard.waiters:
+                yield shard, shard.open.get(shard.closed + 1), *self.guard(shard)
 
     def _ranks_of(self, number: int) -> frozenset[int]:
         if not self.is_sync:
@@ -190,16 +218,46 @@ class ShardRounds:
         raise AssertionError(f"round {number} is before the first view")
 
     def advance(self) -> None:
-        """Close the rounds that are complete and answer waiters, for all changed shards."""
+        """Close the rounds that are complete and answer waiters, for shards that have changed or were stopped."""
+        self._changed |= self.stopped_by_unread
+        self.stopped_by_unread.clear()
         while self._changed:
             shard = self._changed.pop()
-            if shard.waiters and not shard.busy:
+            if shard.waiters and not shard.slot.is_written:
                 self._answer_waiters(shard)
-            if shard.open and not shard.is_used and not self.is_held and self._is_complete(shard):
-                self._close(shard, shard.open[shard.closed + 1])
+            if shard.state is State.CLOSED:
+                shard.state = State.OPEN
+            if shard.open and shard.state is not State.UPDATING and self._is_complete(shard):
+                shard.state = State.COMPLETE
+                if not self.is_held:
+                    self._close(shard, shard.open[shard.closed + 1])
+
+    def _free_slot(self, shard: Shard, *, is_bounded: bool = True) -> Slot | None:
+        """Return memory for the next value of a shard: that of one which nobody needs, perhaps the current one's.
+
+        A worker may need the values that it was sent, until it is known to have read them, and one that leaves the
+        value after its last push. None: there are too many.
+        """
+        needed = [self.last_push(shard, rank) for rank in self._leaving] if self._leaving else ()
+        current = shard.slot
+        if not (self.keeps_former or self.kept is not None or current.is_needed(needed)):
+            current.stamp = 0
+            return current
+        slot = next((one for one in shard.slots if one is not current and not one.is_needed(needed)), None)
+        if slot is None and (not is_bounded or sum(bool(one.unread) for one in shard.slots) < 2 + len(self.ranks())):
+            slot = self._add_slot(shard)
+        if slot is not None:
+            slot.first, slot.last, slot.stamp = 1, 0, 0
+        return slot
 
     def _close(self, shard: Shard, this: Round) -> None:
-        shard.busy = True
+        kept, optimizers = self.kept, self.optimizers.of(shard)
+        keeps_sums = optimizers is not None and optimizers.keeps_sums
+        slot = None if keeps_sums else self._free_slot(shard)
+        if slot is None and not keeps_sums:
+            self.stopped_by_unread.add(shard)
+            return
+        shard.state = State.UPDATING
         if recorder.current is not None:
             recorder.current.add_overlapping(
                 f"wait for pushes of {shard.key!r}",
@@ -229,108 +287,157 @@ class ShardRounds:
             problems = []
         if problems:  # these have raised errors of their own
             shard.told.update((rank, shard.closed + 1) for rank, one in this.pushes.items() if one.is_refused)
-        kept = self.kept
         if kept is not None and not self.is_sync:
             rank = next(iter(this.pushes))
             kept.count(shard, rank, this.number, self.before(rank))
         if problems or not values:
             self._note_problem(shard, this, "; ".join(problems))
             if kept is not None:
-                kept.save(shard, shard.closed + 1, self.optimizers.of(shard))
+                kept.save(shard, shard.closed + 1, optimizers)
             self._closed(shard, this)
             return
-        update = partial(self._update_by, shard, this, values, absent)
-        note = partial(self._note_problem, shard, this)
-        rows = None if kept is None else self._changed_rows(shard, [one.value for one in values])
-        work = partial(self._change, shard, shard.closed + 1, update, rows, note)
+        update = partial(self._update_by, shard, slot, this, values, absent)
         if recorder.current is not None:
-            work = partial(_in_span, f"update of {shard.key!r}", work)
-        self._thread_pool.run(shard.thread, nbytes, work, partial(self._end_round, shard, this))
+            update = partial(_in_span, f"update of {shard.key!r}", update)
+        rows = self._changed_rows(shard, map(_value_of, values))
+        note, end = partial(self._note_problem, shard, this), partial(self._closed, shard, this)
+        self._write(shard, slot, shard.closed + 1, rows, nbytes, update, note, end)
 
-    def _changed_rows(self, shard: Shard, values: Sequence[Tensor | RowSparse | None]) -> Tensor | None:
+    def _write(
+        self,
+        shard: Shard,
+        slot: Slot | None,
+        number: int,
+        rows: Tensor | None,
+        nbytes: int,
+        update: Callable[[], None],
+        note: Callable[[str], None],
+        end: Callable[[str], None],
+    ) -> None:
+        """Run an update in a shard's thread, and publish the value that it writes; ``slot`` is None if it writes none.
+
+        Where memory outlives this process, it happens completely or not at all. ``number`` is the round after which it
+        is the value; ``rows`` change, None: all. ``note`` is called in the thread with an error before that becomes
+        final, ``end`` then in the main thread with its text, "" after success.
+        """
+        kept = self.kept
+
+        def write() -> None:
+            if kept is not None:
+                kept.begin(shard, slot, rows)
+            written = slot
+            try:
+                update()
+            except Exception as error:
+                written = None
+                note(f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                if kept is not None:
+                    kept.commit(shard, number, self.optimizers.of(shard), written)
+
+        def publish(problem: str) -> None:
+            if slot is not None:
+                slot.is_written = False
+                if not problem:
+                    shard.publish(slot, number, rows)
+            end(problem)
+
+        if slot is not None:
+            slot.is_written = True
+        self._thread_pool.run(shard.thread, nbytes, write, publish)
+
+    def _changed_rows(self, shard: Shard, values: Iterable[Tensor | RowSparse | None]) -> Tensor | None:
         """Return the rows that an update by these values may change; None: all."""
-        rows = [value.indices if isinstance(value, RowSparse) else None for value in values]
+        rows = []
+        for value in values:
+            if type(value) is not RowSparse:
+                return None
+            rows.append(value.indices)
         if self.is_sync and self.optimizers.of(shard) is None:  # the sum replaces the value
-            rows.append(shard.filled)
-        known = [one for one in rows if one is not None]
-        return torch.cat(known) if len(known) == len(rows) else None
+            if shard.slot.filled is None:
+                return None
+            rows.append(shard.slot.filled)
+        return torch.cat(rows)
 
-    def _update_by(self, shard: Shard, this: Round, values: Sequence[PushedValue], absent: float) -> None:
-        """Update a shard with the sum of a round's values, in its thread."""
-        filled, shard.filled = shard.filled, None
+    def _update_by(
+        self, shard: Shard, slot: Slot | None, this: Round, values: Sequence[PushedValue], absent: float
+    ) -> None:
+        """Write the value after a round into a slot, in the shard's thread; without one, keep the sum."""
         optimizers = self.optimizers.of(shard)
-        into_stored = optimizers is None and self.is_sync
 
         def allocate() -> Tensor:
-            if into_stored:
-                return shard.flat
-            if optimizers is not None and optimizers.keeps_sums:
+            if slot is not None and optimizers is None and self.is_sync:
+                slot.filled = slot.behind = None
+                return slot.flat
+            if slot is None:
                 return torch.empty_like(shard.flat)
             return self._thread_pool.scratch(shard.thread, shard.flat.nbytes).view(shard.flat.dtype)
 
         total = shard.total(values, allocate, absent)
         if optimizers is not None:
+            if slot is not None:
+                shard.prepare(slot)
             optimizers.apply(shard, total, this.learning_rate[1] if this.learning_rate else None)
-        elif type(total) is RowSparse:
-            table = shard.flat.view(-1, shard.width)
-            if self.is_sync:
-                table.zero_() if filled is None else table.index_fill_(0, filled, 0)
+            return
+        assert slot is not None
+        if type(total) is RowSparse:
+            table, filled = slot.flat.view(-1, shard.width), slot.filled
+            if not self.is_sync:
+                shard.prepare(slot)
+            elif filled is None:
+                table.zero_()
+            else:
+                table.index_fill_(0, filled, 0)
             table.index_add_(0, total.indices, total.values.to(table.dtype))
-            shard.filled = total.indices if self.is_sync else None
-        elif not into_stored:  # without an optimizer, async mode adds to the value
-            shard.flat.add_(total) if shard.flat.dtype is not torch.bool else shard.flat.logical_or_(total)
+            slot.filled = total.indices if self.is_sync else None
+        elif not self.is_sync:  # without an optimizer, async mode adds to the value
+            slot.filled = slot.behind = None
+            add = torch.add if shard.flat.dtype is not torch.bool else torch.logical_or
+            add(shard.flat, total, out=slot.flat)
 
-    def _end_round(self, shard: Shard, this: Round, problem: str) -> None:
-        if problem:
-            self._note_problem(shard, this, problem)
-        self._closed(shard, this)
-
-    def _change(
-        self, shard: Shard, closed: int, update: Callable[[], None], rows: Tensor | None, note: Callable[[str], None]
-    ) -> None:
-        """Update rows of a shard, in its thread; where memory outlives this process, completely or not at all."""
-        kept = self.kept
-        if kept is not None:
-            kept.begin(shard, rows)
-        try:
-            update()
-        except Exception as error:
-            note(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            if kept is not None:
-                kept.commit(shard, closed, self.optimizers.of(shard))
-
-    def can_update(self) -> bool:
-        """Return whether no worker reads a value that `update` would change."""
-        return not any(shard.readers for one in self.optimizers.all.values() for shard in one.kept)
+    def keep_unread(self, shard: Shard) -> None:
+        """Copy the current value of a shard if workers have yet to read it, before it is changed in place."""
+        if shard.slot.is_needed():
+            slot = self._free_slot(shard, is_bounded=False)
+            assert slot is not None
+            shard.prepare(slot)
+            shard.publish(slot, shard.closed, None)
 
     def update(self, optimizers: ShardOptimizers, factor: float, learning_rate: float | None) -> None:
-        """Update the shards of a group with their kept sums times a factor; no worker may be reading them."""
+        """Update the shards of a group with their kept sums times a factor."""
         problems: list[str] = []
+
+        def update(shard: Shard, slot: Slot) -> None:
+            shard.prepare(slot)
+            optimizers.update_kept(shard, factor, learning_rate)
+
         for shard in optimizers.kept:
-            update = partial(optimizers.update_kept, shard, factor, learning_rate)
+            slot = self._free_slot(shard, is_bounded=False)
+            assert slot is not None
             rows = self._changed_rows(shard, [optimizers.sum_of(shard)])
-            work = partial(self._change, shard, shard.closed, update, rows, lambda _: None)
-            self._thread_pool.run(shard.thread, shard.flat.nbytes, work, problems.append)
+            work, nbytes = partial(update, shard, slot), shard.flat.nbytes
+            self._write(shard, slot, shard.closed, rows, nbytes, work, lambda _: None, problems.append)
         self._thread_pool.drain()
         if any(problems):
             raise ValueError("; ".join(filter(None, problems)))
 
     def _note_problem(self, shard: Shard, this: Round, problem: str) -> None:
-        """Record why the round that closes next has no effect; "": it has an effect."""
+        """Record why the round that closes next has no effect, in any thread; "": it has an effect."""
         if problem and not self.is_sync:  # the round is of one worker, and only that worker gets the error
             shard.rejected.update(dict.fromkeys(this.pushes, problem))
         elif problem:
             shard.problems[shard.closed + 1] = problem
             shard.problems.pop(shard.closed - 63, None)
-            shard.told = {(rank, number) for rank, number in shard.told if number in shard.problems}
 
-    def _closed(self, shard: Shard, this: Round) -> None:
+    def _closed(self, shard: Shard, this: Round, problem: str = "") -> None:
+        if problem:
+            self._note_problem(shard, this, problem)
         shard.closed += 1
         shard.open.pop(shard.closed)
-        shard.busy = False
-        shard.has_closed = True
+        shard.state = State.CLOSED
+        if shard.told:
+            shard.told = {(rank, number) for rank, number in shard.told if number in shard.problems}
         if shard.number in self.published.awaited:
             self.published.keep(shard)
         for one in this.pushes.values():
@@ -340,8 +447,9 @@ class ShardRounds:
 
     def _answer_waiters(self, shard: Shard) -> None:
         """Send the value, or the error of the round, to waiters whose round is closed."""
-        waiters = list(shard.waiters.values()) if shard.has_closed or not self.is_sync else shard.new_waiters
-        shard.has_closed, shard.new_waiters = False, []
+        has_closed = shard.state is State.CLOSED
+        waiters = list(shard.waiters.values()) if has_closed or not self.is_sync else shard.new_waiters
+        shard.new_waiters = []
         slowest = self._slowest(shard) if waiters and not self.is_sync and self.staleness >= 0 else 0
         for waiter in waiters:
             place = waiter.rank, waiter.sequence
@@ -350,8 +458,14 @@ class ShardRounds:
             del shard.waiters[place]
             if problem := self._take_problem(shard, waiter):
                 self._fail(waiter, MismatchError.__name__, problem, True)
+                continue
+            is_current = waiter.round == shard.closed or not self.is_sync
+            slot = shard.slot if is_current else shard.value_after(waiter.round)
+            if slot is not None:
+                self._send_value(waiter, shard, slot)
             else:
-                self._send_value(waiter, shard)
+                text = f"the value of key {shard.key!r} after round {waiter.round} is not kept any more"
+                self._fail(waiter, MismatchError.__name__, f"{text}: round {shard.closed} is closed", True)
 
     def _take_problem(self, shard: Shard, waiter: Waiter) -> str:
         """Return why the push of a waiter's round had no effect, unless its worker knows already; else ""."""
@@ -372,8 +486,6 @@ class ShardRounds:
     def _must_wait(self, shard: Shard, waiter: Waiter, slowest: int) -> bool:
         if self.is_sync:
             return waiter.round > shard.closed
-        if waiter.was_answered:  # no push is applied before it has read the value
-            return False
         if self.last_push(shard, waiter.rank) < waiter.round:  # its own earlier pushes come first
             return True
         if 0 <= self.staleness < self.last_push(shard, waiter.rank) - slowest:
@@ -393,10 +505,8 @@ class ShardRounds:
         if time.monotonic() < self._blocked_until:
             return
         self._blocked_until = time.monotonic() + _BLOCKED_SECONDS
-        for shard in self.shards.values():
-            this = shard.open.get(shard.closed + 1, Round()) if shard.waiters else None
-            missing = () if this is None else self.in_collectives.keys() - this.pushes.keys()
-            rank = min(self._needed(shard.closed + 1).intersection(missing), default=None) if missing else None
+        for shard, _, _, missing in self._unfinished():
+            rank = min(missing & self.in_collectives.keys(), default=None)
             if rank is None:
                 continue
             name, number = self.in_collectives[rank]
@@ -417,6 +527,7 @@ class ShardRounds:
         """Mark ranks as gone, fail waiters whose round can no longer close, and return the newly gone ranks."""
         new = [rank for rank in gone if rank not in self._gone]
         self._gone.update(gone)
+        self._leaving -= self._gone.keys()
         self._lost.update({rank: gone[rank] for rank in new if gone[rank] or rank in self._views[-1][1]})
         for shard in self.shards.values() if new else ():
             self._drop_waiters(shard, self._gone)
@@ -454,33 +565,38 @@ class ShardRounds:
             return
         self._warned_at = now
         before = now - self._stall_warn
-        waited = [shard for shard in self.shards.values() if shard.waiters]
-        warnings = {shard.stall_warning(self._needed(shard.closed + 1), before) for shard in waited}
-        warnings.discard("")
-        if warnings:
-            late = {int(name.removeprefix("worker ")) for wait in self.waits() for name in wait["missing"]}
-            places = hooks.places(workers=late)
-            for text in sorted(warnings):  # shards of one key give the same text
-                _log.warning("%s%s", text, places)
+        warnings: set[str] = set()  # shards of one key give the same text
+        late: set[int] = set()
+        for shard, this, _, missing in self._unfinished():
+            waits = any(one.since < before and one.round > shard.closed for one in shard.waiters.values())
+            if waits and this is not None and missing and shard.warned <= shard.closed:
+                shard.warned = shard.closed + 1
+                waiting = f"waits for {name_ranks(missing)}; present: {name_ranks(this.pushes)}"
+                warnings.add(f"key {shard.key!r}, round {shard.warned}, {waiting}")
+                late |= missing
+        for text in sorted(warnings):
+            _log.warning("%s%s", text, hooks.places(workers=late))
 
     def waits(self) -> list[Wait]:
-        """Return the open rounds with the missing workers; rounds that miss the same workers are merged."""
+        """Return the rounds that have begun and do not close, with the workers that they wait for.
+
+        Rounds that the same workers stop for the same reason are merged.
+        """
         now = time.monotonic_ns()
-        found: dict[tuple[int, ...], list[tuple[int, Shard, list[int]]]] = {}
-        for shard in list(self.shards.values()) if self.is_sync else ():
-            this = shard.open.get(shard.closed + 1)
-            missing = set() if this is None else set(self._needed(shard.closed + 1) - this.pushes.keys())
-            if this is not None and missing:
-                found.setdefault(tuple(sorted(missing)), []).append((this.began, shard, sorted(this.pushes)))
+        found: dict[tuple[str, frozenset[int]], list[tuple[int, Shard, list[int]]]] = {}
+        for shard, this, guard, ranks in self._unfinished() if self.is_sync else ():
+            if this is not None and guard:
+                found.setdefault((guard, ranks), []).append((this.began, shard, sorted(this.pushes)))
         waits = []
-        for ranks, rounds in found.items():
+        for (guard, ranks), rounds in found.items():
             began, shard, present = min(rounds, key=lambda one: one[0])
             others = f" and {len(rounds) - 1} more" if len(rounds) > 1 else ""
+            why = "" if guard == "missing" else f" ({guard})"
             waits.append(
                 Wait(
-                    what=f"round {shard.closed + 1} of key {shard.key!r}{others}",
+                    what=f"round {shard.closed + 1} of key {shard.key!r}{others}{why}",
                     seconds=(now - began) / 1e9,
-                    missing=[f"worker {rank}" for rank in ranks],
+                    missing=[f"worker {rank}" for rank in sorted(ranks)],
                     waiting=[f"worker {rank}" for rank in present],
                 )
             )
@@ -491,11 +607,8 @@ class ShardRounds:
         if not self.is_sync:
             return ""
         for following in range(shard.closed + 1, number + 1):
-            pushes = shard.open[following].pushes if following in shard.open else {}
-            for rank in self._lost.keys() & self._needed(following) - pushes.keys():
-                why = self._lost[rank]
-                if rank not in self.joined:
-                    return f"worker {rank} {why or 'has left the job'}"
+            for rank in self._lost.keys() & self._missing(shard, following):
+                return f"worker {rank} {self._lost[rank] or 'has left the job'}"
         return ""
 
 

@@ -32,7 +32,7 @@ from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.published import Readers
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
-from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter, add_push
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Slot, Waiter, add_push
 from gangline.kvstore.parameter_server.server.state_files import StateFiles
 from gangline.kvstore.parameter_server.server.thread_pool import ThreadPool
 from gangline.kvstore.parameter_server.transport.frames import INLINE, tensor_of
@@ -42,6 +42,8 @@ from gangline.kvstore.restart_variables import KEPT_MEMORY
 
 _log = logging.getLogger("gangline")
 _TICK_MS = 200
+_READ_MS = 2
+"""Interval of looks at what workers have read, while that stops a round or their values."""
 _LOOK_SECONDS = 0.05
 """Interval of checks of waits while messages arrive."""
 _EARLY = 64
@@ -62,10 +64,10 @@ class Server:
         self._scheduler = scheduler
         self._listener = listener
         self._thread_pool = thread_pool
-        self._sessions = Sessions(
-            listener, lambda shards: self._rounds.mark_changed(shards), lambda blocked: self._rounds.awaited(blocked)
+        self._sessions = Sessions(listener, lambda blocked: self._rounds.awaited(blocked))
+        self._rounds = ShardRounds(
+            scheduler.num_workers, thread_pool, self._add_slot, self._sessions.send_value, self._sessions.fail
         )
-        self._rounds = ShardRounds(scheduler.num_workers, thread_pool, self._sessions.send_value, self._sessions.fail)
         self._state_files = StateFiles(thread_pool, f"server {scheduler.rank}", lambda shard: self._save([shard]))
         self._readers = Readers(scheduler.rank, listener, self._rounds.published)
         self._compression: Compression | None = None
@@ -130,7 +132,10 @@ class Server:
         """Serve until the scheduler ends the job or is lost."""
         try:
             while not (self._scheduler.is_over or self._scheduler.lost):
-                tick_ms = self._readers.wait_ms(_TICK_MS) if self._readers.due else _TICK_MS
+                is_polling = self._sessions.due or self._rounds.stopped_by_unread
+                tick_ms = _READ_MS if is_polling else _TICK_MS
+                if self._readers.due:
+                    tick_ms = self._readers.wait_ms(tick_ms)
                 if self._listener.wait(tick_ms, self._sessions.flush_acks):
                     self._thread_pool.run_callbacks()
                     self._look_at = 0.0
@@ -193,8 +198,6 @@ class Server:
         while True:
             self._rounds.advance()
             self._sessions.flush()
-            if self._rounds.has_changes:  # by what was sent
-                continue
             if self._commands and not self._rounds.is_held and self._rounds.are_settled():
                 self._run_commands()
                 self._sessions.flush()
@@ -204,7 +207,7 @@ class Server:
     def _end_hold(self) -> None:
         """Resume closing rounds and running commands once all requests from before the restart were repeated.
 
-        Values must not change before, because workers read values in place until they greet this process.
+        Commands then run after the same rounds as before, and no worker reads a value of the former process in place.
         """
         if not self._rounds.is_held:
             return
@@ -286,18 +289,23 @@ class Server:
         if other is not None and other.identity != identity:
             raise ProtocolError(f"received Hello of worker {hello.rank}, which is another process")
         self._rounds.is_sync, self._rounds.staleness = mode
+        self._rounds.keeps_former = self._scheduler.allows_restarts
+        self._sessions.is_sync = self._rounds.is_sync
         worker = self._sessions.workers.get(identity)
         if worker is None:
             memory = self._memory_of(hello)
             shares_memory = memory is not None and self._pool is not None
             worker = WorkerSession(identity, hello.rank, memory, shares_memory)
+            if shares_memory and memory is not None:
+                if hello.word % 8 or hello.word + 8 > memory.nbytes:
+                    raise ProtocolError(f"received Hello with word={hello.word} in {memory.nbytes} bytes of memory")
+                worker.word = memory.words(hello.word, 1)
             self._sessions.add(worker)
             if self._kept is not None:
                 worker.handled.extend(self._kept.settings.handled.get(identity, ()))
         elif not hello.memory:  # the worker could not open this server's memory
-            worker.memory, worker.shares_memory = None, False
+            worker.memory, worker.shares_memory, worker.word = None, False, (0,)
         self._listener.admit(identity, self._max_message(hello.rank))
-        self._sessions.end_reads(hello.rank, hello.last_read)  # its ValuesRead may be lost
         handle = self._pool.handle if worker.shares_memory and self._pool is not None else b""
         self._sessions.send(identity, protocol.Welcome(worker.memory is not None, handle))
 
@@ -319,10 +327,7 @@ class Server:
                 shards = self._shards(entries)
                 for shard, entry, data in zip(shards, entries, datas, strict=True):
                     rows = None if data is None else _row_numbers(data, shard)
-                    self._wait(shard, Waiter(worker.rank, sequence, entry[1], rows))
-            case protocol.ValuesRead(numbers):
-                for number in numbers:
-                    self._sessions.end_read(worker.rank, number)
+                    self._wait(worker, shard, Waiter(worker.rank, sequence, entry[1], rows))
             case protocol.Define(sequence):
                 if sequence not in worker.handled:
                     self._define(worker, message, frames)
@@ -344,9 +349,10 @@ class Server:
             case _:
                 raise ProtocolError(f"received an unexpected {type(message).__name__} from worker {worker.rank}")
 
-    def _wait(self, shard: Shard, waiter: Waiter) -> None:
-        if not self._sessions.refusals or not self._sessions.fail_again(waiter.rank, waiter.sequence):
-            waiter.was_answered = self._sessions.is_reading(waiter, shard)
+    def _wait(self, worker: WorkerSession, shard: Shard, waiter: Waiter) -> None:
+        if waiter.sequence in worker.refused:
+            self._sessions.send(worker.identity, worker.refused[waiter.sequence])
+        else:
             self._rounds.wait(shard, waiter)
 
     def _data(
@@ -377,29 +383,31 @@ class Server:
         zeros = {at for at, frame in enumerate(frames) if not len(frame)}
         sizes = [0 if at in zeros else one.nbytes for at, one in enumerate(definitions)]
         datas = self._data(worker, sizes, message.region, frames)
-        new = []
+        new: list[Shard] = []
         for one, data in zip(definitions, datas, strict=True):
             shard = self._rounds.shards.get(one.number)
-            if shard is None:
-                stored, offset = self._allocate(one)
+            if shard is not None:
+                self._rounds.keep_unread(shard)
+            else:
+                slot = Slot(*self._allocate(one.shape, one.dtype))
                 thread = self._thread_pool.assign(one.nbytes)
-                shard = Shard(one.number, one.key, one.begin, one.width, stored, one.is_whole, offset, thread)
+                shard = Shard(one.number, one.key, one.begin, one.width, [slot], one.is_whole, thread)
                 self._rounds.shards[one.number] = shard
                 new.append(shard)
             first, count = one.begin - shard.begin, math.prod(one.shape)
             fits = 0 <= first <= shard.flat.numel() - count and (not one.is_whole or count == shard.flat.numel())
             if not fits or shard.flat.dtype is not one.dtype or shard.key != one.key:
                 raise MismatchError(f"shard {one.number} is of key {shard.key!r}, but was defined for key {one.key!r}")
-            self._rounds.published.forget(shard)
-            shard.filled = None if data.nbytes else torch.empty(0, dtype=torch.int64, device="cpu")
+            for slot in shard.slots:
+                slot.behind = None
+            shard.slot.filled, shard.slot.stamp = None, 0
             if data.nbytes:
                 shard.flat[first : first + count].view(torch.uint8).copy_(data)
-            elif self._pool is None:
-                shard.flat.zero_()
             else:
-                self._pool.clear(shard.offset, shard.flat.nbytes)
+                self._clear(shard.slot)
         if self._kept is not None:
             self._kept.add(new)
+        self._save({self._rounds.shards[one.number] for one in definitions}.difference(new))
         self._bound_backlogs()
 
     def _mark_handled(self, worker: WorkerSession, sequence: int) -> None:
@@ -411,11 +419,29 @@ class Server:
             self._kept.settings.handled[worker.identity] = list(worker.handled)
             self._kept.save_settings()
 
-    def _allocate(self, one: optimizer_shards.Definition) -> tuple[Tensor, int]:
+    def _allocate(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, int]:
         if self._pool is None:
-            return torch.empty(one.shape, dtype=one.dtype, device="cpu"), 0
-        offset = self._pool.allocate(one.nbytes)
-        return self._pool.tensor_at(offset, one.nbytes).view(one.dtype).view(one.shape), offset
+            return torch.empty(shape, dtype=dtype, device="cpu"), 0
+        nbytes = math.prod(shape) * dtype.itemsize
+        offset = self._pool.allocate(nbytes)
+        return self._pool.tensor_at(offset, nbytes).view(dtype).view(shape), offset
+
+    def _add_slot(self, shard: Shard) -> Slot:
+        """Add memory for one more value of a shard."""
+        slot = Slot(*self._allocate(shard.slot.stored.shape, shard.flat.dtype))
+        if shard.slot.filled is not None:  # a table of zeros, of which a copy would take memory
+            self._clear(slot)
+            slot.behind = shard.slot.filled
+        shard.slots.append(slot)
+        return slot
+
+    def _clear(self, slot: Slot) -> None:
+        """Set a value to zeros, which take no memory."""
+        slot.filled = torch.empty(0, dtype=torch.int64, device="cpu")
+        if self._pool is None:
+            slot.flat.zero_()
+        else:
+            self._pool.clear(slot.offset, slot.flat.nbytes)
 
     def _shards(self, entries: Sequence[Sequence[int]]) -> list[Shard]:
         shards, known = [], self._rounds.shards
@@ -438,6 +464,8 @@ class Server:
         if (push.region or self._scheduler.allows_restarts) and push.sequence not in worker.in_use:
             worker.in_use[push.sequence] = len(shards)
             release = partial(self._sessions.release, worker, push.sequence)
+        if not worker.shares_memory and push.last_read > worker.word[0]:
+            worker.word = (push.last_read,)
         lost, rounds = "", self._rounds
         is_broken, before = rounds.is_broken, rounds.before(worker.rank)
         for shard, entry, data in zip(shards, push.entries, datas, strict=True):
@@ -451,7 +479,7 @@ class Server:
                 value = self._read(shard, worker, push, entry[2], data, release)
                 rounds.push(shard, worker.rank, number, value, push.learning_rate)
             if push.wants_values:
-                self._wait(shard, Waiter(worker.rank, push.sequence, number))
+                self._wait(worker, shard, Waiter(worker.rank, push.sequence, number))
         if lost and not push.wants_values:  # waiters fail when the death is handled
             self._sessions.send(worker.identity, protocol.Failed(push.sequence, DeadNodeError.__name__, lost))
             return
@@ -527,10 +555,10 @@ class Server:
             return
         gone = {rank: why for (role, rank), why in list(self._scheduler.gone.items()) if role == "worker"}
         for rank in self._rounds.mark_gone(gone):
-            self._sessions.end_reads(rank)
-            if self._scheduler.is_elastic:  # its rank is never reused
-                worker = self._sessions.of_rank(rank)
-                if worker is not None:
+            worker = self._sessions.of_rank(rank)
+            if worker is not None:
+                self._sessions.end_reads(worker)
+                if self._scheduler.is_elastic:  # its rank is never reused
                     self._end_session(worker.identity)
         if self._rounds.is_broken:  # rounds may never close, so withheld acknowledgements would wait for ever
             self._sessions.max_backlog = math.inf
@@ -541,9 +569,6 @@ class Server:
         """Run the commands that have arrived; all rounds that were complete before are closed."""
         commands, self._commands = self._commands, []
         for worker, command, frames in commands:
-            if command.name == "update" and not self._rounds.can_update():
-                self._commands.append((worker, command, frames))
-                continue
             payload: bytes = b""
             datas: list[Tensor] = []
             try:
@@ -633,11 +658,11 @@ class Server:
         if self._kept is not None:
             self._kept.remove(removed)
         for shard in removed:
-            self._rounds.published.forget(shard)
+            self._rounds.published.remove(shard)
             self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
-            if self._pool is not None:
-                self._pool.free(shard.offset)
         if self._pool is not None:
+            for slot in [slot for shard in removed for slot in shard.slots]:
+                self._pool.free(slot.offset)
             self._pool.return_pages()
         self._bound_backlogs()
 

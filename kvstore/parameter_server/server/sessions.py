@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gangline.collectives.transports.shm.segments import Segment
+from gangline.collectives.transports.shm.segments import Segment, Words
 from gangline.kvstore.compression import Codec
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import CODED, DENSE, ROWS, Ack, Failed, Message, Release, Values
-from gangline.kvstore.parameter_server.server.shards import Shard, Waiter
+from gangline.kvstore.parameter_server.server.shards import Shard, Slot, Waiter
 from gangline.kvstore.parameter_server.transport.frames import INLINE, frame_of
 from gangline.kvstore.parameter_server.transport.listener import Listener
+
+if TYPE_CHECKING:
+    from zmq import MessageTracker
 
 _REMEMBERED = 256
 _MAX_DEFERRED = 64
 _DEFER_SECONDS = 0.01
 _BACKLOG_BYTES = 256 << 20
 """Bytes of open rounds that a server accepts from each worker, in addition to twice what it stores."""
-_UNREAD_BYTES = 64 << 20
-"""Bytes of copies of values on their way to a worker, beyond which its other requests wait."""
 _AWAITED_SECONDS = 0.005
 _AWAITED_SHARE = 20
 """The ranks that others wait for are looked for after this time at the earliest, and this many times what it took."""
@@ -40,6 +43,10 @@ class WorkerSession:
     memory: Segment | None
     shares_memory: bool
     """True if it reads values in this server's memory."""
+    word: Words | tuple[int] = (0,)
+    """Word of its memory, or in its place the last one of a `Push`: number of the last `Values` that it has read."""
+    number: int = field(default_factory=time.monotonic_ns)
+    """Number of the last ones that it was sent; higher than those of a former process of the server."""
     acks: list[int] = field(default_factory=list)
     """Acknowledgements to send, together and when the server is idle unless one is urgent."""
     acks_are_due: bool = False
@@ -54,25 +61,16 @@ class WorkerSession:
     """Number of entries whose memory is still read, by message."""
     handled: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     """Last messages that must not be handled twice."""
-    ready: list[tuple[Waiter, Shard]] = field(default_factory=list)
-    """Requests whose shard has the value that they wait for."""
-    unread: dict[int, int] = field(default_factory=dict)
-    """Bytes of copies of values that it has not confirmed, by the number of `Values`."""
+    ready: list[tuple[Waiter, Shard, Slot]] = field(default_factory=list)
+    """Requests whose value is there; the value stays until it is sent."""
+    refused: dict[int, Failed] = field(default_factory=dict)
+    """Last errors that only this server knows, by sequence number: they are sent again if the request is repeated."""
 
     def subtract_from_backlog(self, nbytes: int, release: Callable[[], None] | None) -> None:
         """Subtract the bytes of a value that is not read any more, and release its memory, if it must be released."""
         self.backlog -= nbytes
         if release is not None:
             release()
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Values that a worker reads in place."""
-
-    rank: int
-    sequence: int
-    shards: list[Shard]
 
 
 class Sessions:
@@ -82,38 +80,29 @@ class Sessions:
 
     Args:
         listener: sends the messages.
-        mark_changed: called with shards that are no longer read.
         awaited: returns the ranks for whose pushes others wait, given those whose acknowledgements are withheld.
     """
 
-    def __init__(
-        self,
-        listener: Listener,
-        mark_changed: Callable[[Iterable[Shard]], None],
-        awaited: Callable[[Collection[int]], Collection[int]],
-    ) -> None:
+    def __init__(self, listener: Listener, awaited: Callable[[Collection[int]], Collection[int]]) -> None:
         self.workers: dict[bytes, WorkerSession] = {}
         """Sessions by the identity of the worker's socket."""
         self.pull_codec: Codec | None = None
         """Compression of values; None: none."""
+        self.is_sync = True
+        """True if a pull that is repeated gets the same value."""
         self.max_backlog = math.inf
         """Bytes of backlog beyond which acknowledgements are withheld."""
         self.sent_bytes = 0
         """Bytes of values that workers were sent, or may read in place."""
+        self.due: dict[WorkerSession, None] = {}
+        """Workers to which acknowledgements, values or releases are to be sent now, or once they have read others."""
         self._listener = listener
-        self._mark_changed = mark_changed
         self._find_awaited = awaited
         self._awaited: Collection[int] = ()
         self._awaited_until = 0.0  # `time.monotonic` seconds when they are looked for again
         self._of_rank: dict[int, WorkerSession] = {}
-        self._due: dict[WorkerSession, None] = {}  # acknowledgements, values or releases are to be sent now
         self._deferred: dict[WorkerSession, None] = {}  # acknowledgements may wait; by `acks_since`
         self._withheld: dict[WorkerSession, None] = {}
-        self._reads: dict[int, _Read] = {}
-        self._reads_of: dict[tuple[int, int], list[int]] = {}  # numbers by rank and sequence
-        self.refusals: dict[int, tuple[int, Failed]] = {}
-        """Rank and an error that it has not confirmed, by the number of the error."""
-        self._number = 0
 
     def add(self, worker: WorkerSession) -> None:
         """Begin the session of a worker."""
@@ -128,14 +117,18 @@ class Sessions:
         worker = self.workers.pop(identity, None)
         if worker is not None:
             del self._of_rank[worker.rank]
-            self._due.pop(worker, None)
+            self.due.pop(worker, None)
             self._deferred.pop(worker, None)
             self._withheld.pop(worker, None)
-            for _, shard in worker.ready:
-                shard.unsent -= 1
-            self._mark_changed(shard for _, shard in worker.ready)
-            self.end_reads(worker.rank)
+            self.end_reads(worker)
         return worker
+
+    def end_reads(self, worker: WorkerSession) -> None:
+        """Let values change that a dead worker reads or was to get."""
+        worker.word = (sys.maxsize,)
+        for _, _, slot in worker.ready:
+            slot.pins -= 1
+        worker.ready = []
 
     def bound_backlogs(self, stored: int) -> None:
         """Allow each worker a backlog of about two rounds of the ``stored`` bytes."""
@@ -148,7 +141,7 @@ class Sessions:
         worker.acks += sequences
         if urgent or len(worker.acks) >= _MAX_DEFERRED:
             worker.acks_are_due = True
-            self._due[worker] = None
+            self.due[worker] = None
         else:
             self._deferred.setdefault(worker)
 
@@ -177,15 +170,15 @@ class Sessions:
             worker.in_use[sequence] = left
         else:
             worker.releases.append(sequence)
-            self._due[worker] = None
+            self.due[worker] = None
 
-    def send_value(self, waiter: Waiter, shard: Shard) -> None:
-        """Send the current value of a shard to a waiter with the next `flush`."""
+    def send_value(self, waiter: Waiter, shard: Shard, slot: Slot) -> None:
+        """Send a value of a shard to a waiter with the next `flush`."""
         worker = self._of_rank.get(waiter.rank)
         if worker is not None:
-            worker.ready.append((waiter, shard))
-            shard.unsent += 1
-            self._due[worker] = None
+            worker.ready.append((waiter, shard, slot))
+            slot.pins += 1
+            self.due[worker] = None
 
     def flush(self) -> None:
         """Send acknowledgements that are due, values and releases.
@@ -203,8 +196,8 @@ class Sessions:
                 if worker.acks_since >= before:
                     break
                 worker.acks_are_due = True
-                self._due[worker] = None
-        due, self._due = self._due, {}
+                self.due[worker] = None
+        due, self.due = self.due, {}
         for worker in due:
             if worker.acks_are_due:
                 self._send_acks(worker)
@@ -220,16 +213,13 @@ class Sessions:
             ready.sort(key=_sequence_of)
         for sequence, pairs in groupby(ready, key=_sequence_of):
             group = [*pairs]
-            is_behind = worker.unread and sum(worker.unread.values()) > _UNREAD_BYTES
-            if worker.ready or is_behind or self._listener.is_full(worker.identity):
+            if worker.ready or self._listener.is_full(worker.identity):
                 worker.ready += group
-                self._due[worker] = None
+                self.due[worker] = None
                 continue
             self._send_values(worker, sequence, group)
-            for _, shard in group:
-                shard.unsent -= 1
-                if not shard.unsent and shard.open:
-                    self._mark_changed([shard])
+            for _, _, slot in group:
+                slot.pins -= 1
 
     def flush_acks(self) -> None:
         """Send all acknowledgements except withheld ones."""
@@ -242,103 +232,56 @@ class Sessions:
         worker.acks_are_due = False
         self._deferred.pop(worker, None)
 
-    def _send_values(self, worker: WorkerSession, sequence: int, ready: list[tuple[Waiter, Shard]]) -> None:
-        """Send values of shards; large ones are read in place and do not change until the worker has read them."""
+    def _send_values(self, worker: WorkerSession, sequence: int, ready: list[tuple[Waiter, Shard, Slot]]) -> None:
+        """Send values of shards; large ones are read in place, and stay until the worker has read them."""
         if sequence in worker.acks:  # values acknowledge their request
             worker.acks.remove(sequence)
             if not worker.acks:
                 self._deferred.pop(worker, None)
         codec = self.pull_codec
-        shards: list[Shard] = []  # whose values are read in place
-        others: list[tuple[Waiter, Shard]] = []
-        for waiter, shard in ready:
-            is_coded = codec is not None and shard.flat.is_floating_point()
-            if waiter.rows is None and shard.flat.nbytes > INLINE and not is_coded:
-                shards.append(shard)
+        placed: list[tuple[int, int, int, int]] = []
+        copied: list[tuple[int, int, int, int]] = []
+        offsets: list[int] = []
+        datas: list[Tensor] = []
+        transfers: list[MessageTracker] = []
+        worker.number += 2
+        for waiter, shard, slot in ready:
+            data, kind, is_placed = slot.flat, DENSE, False
+            if waiter.rows is not None:
+                data, kind = slot.flat.view(-1, shard.width).index_select(0, waiter.rows), ROWS
+            elif codec is not None and data.is_floating_point():
+                data, kind = codec.encode(data), CODED
+            elif data.nbytes > INLINE:
+                is_placed = worker.shares_memory
+                if not is_placed:
+                    slot.transfers.append(transfers)
+            entry = shard.number, min(slot.last, shard.closed), kind, data.nbytes
+            if is_placed:
+                placed += (entry,)
+                offsets += (slot.offset,)
             else:
-                others += ((waiter, shard),)
-        if shards:
-            self._number += 1
-            self.sent_bytes += sum(shard.flat.nbytes for shard in shards)
-            lost = {(worker.rank, number) for number in self._reads_of.get((worker.rank, sequence), ())}
-            for (
-                shard
-            ) in shards:  # earlier reads of a request that is answered again end: the new number replaces theirs
-                shard.readers -= lost
-                shard.readers.add((worker.rank, self._number))
-            self._reads[self._number] = _Read(worker.rank, sequence, shards)
-            self._reads_of.setdefault((worker.rank, sequence), []).append(self._number)
-            entries = [(shard.number, shard.closed, DENSE, shard.flat.nbytes) for shard in shards]
-            offsets = [shard.offset for shard in shards] if worker.shares_memory else []
-            frames = [] if worker.shares_memory else [frame_of(shard.flat) for shard in shards]
-            header = protocol.pack(Values(sequence, self._number, entries, offsets))
-            self._listener.send(worker.identity, [header, *frames], in_place=True)
-        if others:
-            entries, nbytes, number = [], 0, 0
-            datas: list[Tensor] = []
-            for waiter, shard in others:
-                data, kind = shard.flat, DENSE
-                if waiter.rows is not None:
-                    data, kind = shard.flat.view(-1, shard.width).index_select(0, waiter.rows), ROWS
-                elif codec is not None and data.is_floating_point():
-                    data, kind = codec.encode(data), CODED
-                entries += ((shard.number, shard.closed, kind, data.nbytes),)
+                copied += (entry,)
                 datas += (data,)
-                nbytes += data.nbytes
-            self.sent_bytes += nbytes
-            if nbytes > INLINE:
-                self._number = number = self._number + 1
-                worker.unread[number] = nbytes
-            self.send(worker.identity, Values(sequence, number, entries, []), datas)
-
-    def is_reading(self, waiter: Waiter, shard: Shard) -> bool:
-        """Return whether a request has got a shard's value before and has not confirmed that it was read."""
-        numbers = self._reads_of.get((waiter.rank, waiter.sequence)) if self._reads_of else None
-        return numbers is not None and any((waiter.rank, number) in shard.readers for number in numbers)
-
-    def end_read(self, rank: int, number: int) -> None:
-        """End a worker's read of the `Values` of this number; their shards may change unless others read them."""
-        if rank in self._of_rank:
-            self._of_rank[rank].unread.pop(number, None)
-        if number in self.refusals and self.refusals[number][0] == rank:
-            del self.refusals[number]
-        read = self._reads.get(number)
-        if read is not None and read.rank == rank:
-            del self._reads[number]
-            self._reads_of[rank, read.sequence].remove(number)
-            if not self._reads_of[rank, read.sequence]:
-                del self._reads_of[rank, read.sequence]
-            for shard in read.shards:
-                shard.readers.discard((rank, number))
-            self._mark_changed(read.shards)
-
-    def end_reads(self, rank: int, most: int | None = None) -> None:
-        """End a worker's reads at the end of a connection: those of `Values` up to a number; None: all."""
-        if rank in self._of_rank:
-            self._of_rank[rank].unread.clear()
-        for number in [*self._reads, *self.refusals]:
-            if most is None or number <= most:
-                self.end_read(rank, number)
+            if is_placed or self.is_sync:
+                slot.unread[worker] = worker.number
+            self.sent_bytes += data.nbytes
+        if placed:
+            self.send(worker.identity, Values(sequence, worker.number - bool(copied), placed, offsets))
+        if copied:
+            header = protocol.pack(Values(sequence, worker.number, copied, []))
+            self._listener.send(worker.identity, [header, *map(frame_of, datas)], transfers)
 
     def fail(self, waiter: Waiter, error: str, text: str, once: bool) -> None:
         """Send an error to a waiter of a request.
 
-        With ``once`` it is known here only, so it is kept until the worker confirms it.
+        With ``once`` it is known here only, so it is kept in case that the request is repeated.
         """
-        failed = Failed(waiter.sequence, error, text)
-        if once:
-            self._number += 1
-            failed.number = self._number
-            self.refusals[self._number] = waiter.rank, failed
+        failed, worker = Failed(waiter.sequence, error, text), self._of_rank.get(waiter.rank)
+        if once and worker is not None:
+            worker.refused[waiter.sequence] = failed
+            if len(worker.refused) > _REMEMBERED:
+                del worker.refused[next(iter(worker.refused))]
         self.send_to_rank(waiter.rank, failed)
-
-    def fail_again(self, rank: int, sequence: int) -> bool:
-        """Send an error again if a repeated request has failed before; return whether it has."""
-        for refused, failed in self.refusals.values():
-            if (refused, failed.sequence) == (rank, sequence):
-                self.send_to_rank(rank, failed)
-                return True
-        return False
 
     def send_to_rank(self, rank: int, message: Message) -> None:
         """Send a message to a worker."""
@@ -351,5 +294,5 @@ class Sessions:
         self._listener.send(identity, [protocol.pack(message), *map(frame_of, datas)])
 
 
-def _sequence_of(pair: tuple[Waiter, Shard]) -> int:
-    return pair[0].sequence
+def _sequence_of(one: tuple[Waiter, Shard, Slot]) -> int:
+    return one[0].sequence

@@ -1,19 +1,29 @@
-"""Shard of a key on its server: value, open rounds, waiting workers and readers."""
+"""Shard of a key on its server: the values after its last rounds, open rounds, and waiting workers."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from gangline.collectives.errors import name_ranks
 from gangline.kvstore.compression.codec import typed
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.protocol import ABSENT, CODED, DENSE, REFUSED, ROWS
 from gangline.kvstore.sparse import RowSparse, summed
+
+if TYPE_CHECKING:
+    from zmq import MessageTracker
+
+    from gangline.collectives.transports.shm.segments import Words
+
+_FEW = 8
+"""Rows are copied one by one if they are less than this fraction of a shard."""
 
 
 @dataclass(slots=True)
@@ -54,26 +64,88 @@ class Waiter:
     rows: Tensor | None = None
     until: int | None = None
     """Async mode: number of the round that must be closed before the value is sent; None: not yet determined."""
-    was_answered: bool = False
-    """True if it repeats a request whose answer was lost."""
     since: float = field(default_factory=time.monotonic)
     blocked_by: int = 0
     """Number of the last collective that its worker was told of by `Blocked`."""
 
 
+class State(Enum):
+    """State of a shard's next round; docs/protocol.md has a diagram."""
+
+    OPEN = "open"
+    """Pushes are missing."""
+    COMPLETE = "complete"
+    """All have arrived; `ShardRounds.guard` names what stops the update."""
+    UPDATING = "updating"
+    """A thread writes the next value."""
+    CLOSED = "closed"
+    """The value is there; workers that wait for it are answered next."""
+
+
+class Reading(Protocol):
+    """Worker that reads values."""
+
+    word: Words | tuple[int]
+    """Number of the last `Values` that it has read."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory of one value of a shard: that after the rounds from ``first`` to ``last``.
+
+    It is written again only when nobody needs the value any more.
+    """
+
+    stored: Tensor
+    offset: int
+    """Offset in the server's shared memory."""
+    first: int = 0
+    last: int = sys.maxsize
+    filled: Tensor | None = None
+    """Rows outside of which the value is 0; None: unknown."""
+    behind: Tensor | None = None
+    """Rows outside of which the value is the current one; None: unknown."""
+    pins: int = 0
+    """Number of answers with the value that have not been sent, and of published versions that have it."""
+    stamp: int = 0
+    """Number of the value among published ones; 0: it was not published."""
+    unread: dict[Reading, int] = field(default_factory=dict)
+    """Workers that were sent it, and the number of the last `Values` with it, until they have read them."""
+    is_written: bool = False
+    """True while a thread writes the next value into it."""
+    transfers: list[list[MessageTracker]] = field(default_factory=list)
+    """Messages with the value that are sent without a copy: their frames."""
+
+    def __post_init__(self) -> None:
+        self.flat = self.stored.view(-1)
+
+    def is_needed(self, rounds: Collection[int] = ()) -> bool:
+        """Return whether a worker reads the value, or is to get it, or it is that after one of these rounds."""
+        if self.transfers:
+            self.transfers = [frames for frames in self.transfers if not all(one.done for one in frames)]
+        for worker, number in [*self.unread.items()]:
+            if worker.word[0] >= number:
+                del self.unread[worker]
+        if self.pins or self.transfers or self.unread:
+            return True
+        return bool(rounds) and any(self.first <= number <= self.last for number in rounds)
+
+
 @dataclass(eq=False)
 class Shard:
-    """A shard; all but its arithmetic runs in the server's main thread."""
+    """A shard; all but its arithmetic runs in the server's main thread.
+
+    Its values are a sequence of versions, one per round: the next one is written beside the current one.
+    """
 
     number: int
     key: Key
     begin: int
     width: int
-    stored: Tensor
+    slots: list[Slot]
+    """Memory of its values; at first, that of the current value is the first one."""
     is_whole: bool
     """True if this is the only shard of the key."""
-    offset: int
-    """Offset of ``stored`` in the server's shared memory."""
     thread: int
     closed: int = 0
     """Number of closed rounds."""
@@ -86,14 +158,7 @@ class Shard:
     """Requests for the value, by rank and sequence."""
     new_waiters: list[Waiter] = field(default_factory=list)
     """Those that came since the waiters were answered; the others are looked at when a round has closed."""
-    has_closed: bool = False
-    """True if a round has closed since then, or in async mode something else has changed."""
-    readers: set[tuple[int, int]] = field(default_factory=set)
-    """(rank, number of `Values`) of workers that read ``stored`` in place."""
-    unsent: int = 0
-    """Number of waiters that are to get the current value but have not been sent it."""
-    busy: bool = False
-    """True while a thread changes ``stored``."""
+    state: State = State.OPEN
     problems: dict[int, str] = field(default_factory=dict)
     """Reason why a round closed without effect, by round."""
     told: set[tuple[int, int]] = field(default_factory=set)
@@ -102,13 +167,43 @@ class Shard:
     """Async mode: reason why a rank's push had no effect, by rank, until it is reported to the rank."""
     warned: int = 0
     """Last round for which a stall warning was issued."""
-    filled: Tensor | None = None
-    """Rows outside of which the value is 0; None: unknown."""
 
     def __post_init__(self) -> None:
-        self.flat = self.stored.view(-1)
-        self.weight = self.stored if self.is_whole else self.flat.view(-1, self.width)
-        """View for the optimizer: the key's shape if this is the only shard, else rows."""
+        self.slot = self.slots[0]
+        """Current value."""
+        self.flat = self.slot.flat
+        self.weight = self.as_weight(self.slot)
+        """Tensor that the optimizer updates: the value that is written now, or was written last."""
+
+    def as_weight(self, slot: Slot) -> Tensor:
+        """Return the view of a value for the optimizer: the key's shape if this is the only shard, else rows."""
+        return slot.stored.detach() if self.is_whole else slot.flat.view(-1, self.width)
+
+    def value_after(self, number: int) -> Slot | None:
+        """Return the value after a round; None if it is not kept any more. 0: the current value then."""
+        found = (slot for slot in self.slots if slot.first <= number <= slot.last)
+        return next(found, None if number else self.slot)
+
+    def prepare(self, slot: Slot) -> None:
+        """Make the value of a slot the current one, for an update in place; runs in the shard's thread."""
+        self.weight.data = self.as_weight(slot)
+        rows, slot.behind, slot.filled = slot.behind, None, None
+        if slot is self.slot:
+            return
+        if rows is None:
+            slot.flat.copy_(self.flat)
+        elif len(rows):
+            slot.flat.view(-1, self.width).index_copy_(0, rows, self.flat.view(-1, self.width).index_select(0, rows))
+
+    def publish(self, slot: Slot, number: int, rows: Tensor | None) -> None:
+        """Make a slot the current value, from a round on; ``rows`` differ from the value before (None: any)."""
+        for other in self.slots:
+            known = [] if rows is None or other.behind is None else [other.behind, rows]
+            is_few = known and _FEW * sum(map(len, known)) * self.width < self.flat.numel()
+            other.behind = torch.cat(known) if is_few else None
+        self.slot.last = min(self.slot.last, number - 1)
+        slot.first, slot.last, slot.behind = number, sys.maxsize, torch.empty(0, dtype=torch.int64, device="cpu")
+        self.slot, self.flat = slot, slot.flat
 
     def read(
         self, kind: int, data: Tensor, decode: Callable[[Tensor, Tensor], None] | None
@@ -152,26 +247,6 @@ class Shard:
         """Set the last round of a worker that returns from join() to that of the others."""
         self.pushed[rank] = max(self.pushed.values(), default=0)
         self.ahead.pop(rank, None)
-
-    @property
-    def is_used(self) -> bool:
-        """True if a thread changes the value, or workers read it or are to get it."""
-        return self.busy or bool(self.unsent or self.readers)
-
-    def stall_warning(self, needed: Collection[int], before: float) -> str:
-        """Return a stall warning naming missing and present ranks, at most once per round.
-
-        It is "" if nobody has waited since ``before``, in `time.monotonic` seconds.
-        """
-        waits = any(waiter.since < before and waiter.round > self.closed for waiter in self.waiters.values())
-        if not waits or self.warned > self.closed:
-            return ""
-        present = self.open[self.closed + 1].pushes.keys() if self.closed + 1 in self.open else set()
-        missing = set(needed) - present
-        if not missing or not present:
-            return ""
-        self.warned = self.closed + 1
-        return f"key {self.key!r}, round {self.warned}, waits for {name_ranks(missing)}; present: {name_ranks(present)}"
 
     def total(
         self, pushes: Sequence[PushedValue], allocate: Callable[[], Tensor], absent: float = 0.0

@@ -8,7 +8,9 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -38,6 +40,8 @@ _ACCEPTED = 64
 _ADMISSION_SECONDS = 10.0
 """Time for a process to be admitted after it has connected."""
 _MAX_IDENTITY = 64
+_SENDING_BYTES = 64 << 20
+"""Bytes in ZeroMQ's hands beyond which a peer counts as one that does not read."""
 
 
 class Listener:
@@ -67,6 +71,7 @@ class Listener:
         self._identities: dict[int, bytes] = {}  # by descriptor, once the peer has sent it
         self._descriptors: dict[bytes, int] = {}
         self._remote: dict[bytes, int] = {}  # descriptors of ZeroMQ's connections of admitted peers
+        self._sending: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}  # frames in ZeroMQ's hands, and bytes
         self._source = -1  # descriptor of the connection of the last message over ZeroMQ
         self._lost: set[bytes] = set()
         self._has_warned = False  # of processes without the job key
@@ -170,10 +175,12 @@ class Listener:
         lost, self._lost = self._lost, set()
         return lost
 
-    def send(self, identity: bytes, frames: Sequence[bytes | memoryview], *, in_place: bool = False) -> bool:
+    def send(
+        self, identity: bytes, frames: Sequence[bytes | memoryview], transfers: list[zmq.MessageTracker] | None = None
+    ) -> bool:
         """Send a message; it is lost if the peer is not connected, which returns False.
 
-        With ``in_place`` the caller keeps the frames unchanged until the peer confirms them, so they need no copy.
+        With ``transfers``, frames are not copied: the caller keeps them until what is appended is done.
         """
         descriptor = self._descriptors.get(identity)
         if descriptor is not None:
@@ -188,17 +195,28 @@ class Listener:
             return True
         if self._socket is None:
             return False
+        parts: Sequence[Any] = frames
+        if transfers is not None and sum(map(len, frames)) >= zmq.COPY_THRESHOLD:
+            parts = [zmq.Frame(one, track=True, copy=False) for one in frames]
         try:
-            self._socket.send_multipart([identity + self._process, *frames], zmq.NOBLOCK, copy=not in_place)
+            self._socket.send_multipart([identity + self._process, *parts], zmq.NOBLOCK, copy=parts is frames)
         except zmq.ZMQError as error:  # not connected; a worker repeats its requests when it reconnects
             _log.debug("a message could not be sent: %s", error)
             return False
+        if transfers is not None and parts is not frames:
+            transfers += [part.tracker for part in parts]
+            self._sending.setdefault(identity, deque()).extend(zip(transfers, map(len, frames), strict=True))
         return True
 
     def is_full(self, identity: bytes) -> bool:
-        """Return whether a peer does not read what was sent to it, as far as that is known: by a Unix stream."""
+        """Return whether a peer does not read what was sent to it."""
         descriptor = self._descriptors.get(identity)
-        return descriptor is not None and self._streams[descriptor].is_full
+        if descriptor is not None:
+            return self._streams[descriptor].is_full
+        sending = self._sending.get(identity)
+        while sending and sending[0][0].done:
+            sending.popleft()
+        return bool(sending) and sum(nbytes for _, nbytes in sending or ()) > _SENDING_BYTES
 
     def disconnect(self, identity: bytes) -> None:
         """Close the Unix stream of a peer and forget what it has not received; it may connect again."""
@@ -255,6 +273,7 @@ class Listener:
                 lost = [identity for identity, source in self._remote.items() if source == event["value"]]
                 for identity in lost:
                     del self._remote[identity]
+                    self._sending.pop(identity, None)
                 self._lost.update(lost)
             elif event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._has_warned:
                 self._has_warned = True

@@ -33,9 +33,7 @@ from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.protocol import (
     DENSE,
     Command,
-    Failed,
     Heartbeat,
-    Hello,
     Join,
     Leave,
     Message,
@@ -43,7 +41,6 @@ from gangline.kvstore.parameter_server.protocol import (
     Push,
     SilenceQuery,
     Values,
-    ValuesRead,
     Withdraw,
 )
 from gangline.kvstore.parameter_server.server.server import open_server
@@ -253,12 +250,11 @@ class Attack:
         protocol.pack = lambda message: message if isinstance(message, bytes) else pack(message)
         self._servers.flush()
         self._servers._driving.acquire()  # the store's thread uses the channel no more
-        hello = pack(replaced_hello(self._servers._hello))
+        hello = pack(self._connection.hello)
         self._connection.channel.send([hello])
         to_server = [
             [hello],
             [pack(Pull(9, [(0, 1, DENSE, 0), (1, 2, DENSE, 0)], False, None))],
-            [pack(ValuesRead([1]))],
         ]
         assert pool is not None
         for number in range(1, 4):
@@ -337,7 +333,7 @@ class Attack:
 
     def _pull(self, sequence: int) -> None:
         """Send a valid request, as after a reconnection."""
-        for message in (replaced_hello(self._servers._hello), Pull(sequence, [(0, 0, 0, 0)], False, None)):
+        for message in (self._connection.hello, Pull(sequence, [(0, 0, 0, 0)], False, None)):
             self._connection.channel.send([protocol.pack(message)])
 
     def _settle(self) -> None:
@@ -361,8 +357,7 @@ class Attack:
             message = protocol.unpack(frames[0])
             if isinstance(message, Values):
                 self._mutator.round = max([self._mutator.round, *(entry[1] for entry in message.entries)])
-            if isinstance(message, Values | Failed) and message.number:
-                channel.send([protocol.pack(ValuesRead([message.number]))])
+                self._servers._last_read[0] = max(self._servers._last_read[0], message.number)
             found |= getattr(message, "sequence", 0) == sequence
         return found
 
@@ -382,11 +377,6 @@ def is_open(stream: UnixStream) -> bool:
     except OSError:
         return False
     return True
-
-
-def replaced_hello(hello: Hello) -> Hello:
-    """Return the worker's Hello as after a reconnection: it has read everything."""
-    return Hello(hello.rank, hello.view, hello.mode, hello.staleness, hello.memory, 1 << 61)
 
 
 def _play(place: Bare, name: str, messages: int, seed: int, folder: str) -> Any:

@@ -30,6 +30,7 @@ from gangline.kvstore.parameter_server.protocol import (
     Message,
     Pull,
     Push,
+    Values,
     Welcome,
 )
 from gangline.kvstore.parameter_server.scheduler.scheduler import Scheduler
@@ -134,6 +135,7 @@ class RawClient:
         endpoint = address if "unix://" in address else scheduler_address(address)
         self._channel = open_channel(endpoint, self._context, self._identity, self._poller)
         self._received: deque[list[memoryview]] = deque()
+        self._last_read = 0
 
     @classmethod
     def of_worker(
@@ -145,10 +147,13 @@ class RawClient:
         return client
 
     def _greet(self, member: SchedulerClient, mode: str, staleness: int = -1, handle: bytes = b"") -> None:
-        answer = self.request(Hello(member.rank, member.view, mode, staleness, handle, 0))
+        word = 8 * member.rank if handle else 0
+        answer = self.request(Hello(member.rank, member.view, mode, staleness, handle, word))
         assert isinstance(answer, Welcome), answer
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:
+        if isinstance(message, Push):
+            message.last_read = self._last_read
         self._channel.send([message if isinstance(message, bytes) else protocol.pack(message), *frames])
 
     def receive(self, *, heartbeats: bool = False) -> tuple[Any, list[bytes]]:
@@ -156,6 +161,8 @@ class RawClient:
             self._poll(LIMIT)
             header, *frames = map(bytes, self._received.popleft())
             message = protocol.unpack(header)
+            if isinstance(message, Values):
+                self._last_read = message.number
             if not isinstance(message, Heartbeat) or heartbeats:
                 return message, frames
 

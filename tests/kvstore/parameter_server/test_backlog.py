@@ -20,7 +20,6 @@ from gangline.kvstore.parameter_server.protocol import (
     Failed,
     Message,
     Values,
-    ValuesRead,
 )
 from gangline.kvstore.parameter_server.server import sessions
 from gangline.kvstore.parameter_server.store import DistStore
@@ -45,7 +44,6 @@ class Two(RawWorkers):
         while True:
             message, _ = self.clients[rank].receive()
             if isinstance(message, Values):
-                self.clients[rank].send(ValuesRead([message.number]))
                 return said
             said.append(message)
 
@@ -119,7 +117,6 @@ def test_an_async_worker_that_dies_while_it_waits_does_not_count_as_reader() -> 
             values, (data,) = slow.receive()
             assert isinstance(values, Values)
             assert torch.frombuffer(bytearray(data), dtype=torch.float32).eq(2 + number).all()
-            slow.send(ValuesRead([values.number]))
 
 
 def _run_ahead(there: str) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory, Record
 from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, pack_group
-from gangline.kvstore.parameter_server.server.shards import Shard
+from gangline.kvstore.parameter_server.server.shards import Shard, Slot
 from tests.kvstore.keyed import check_same
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,16 +44,24 @@ class Start:
         if not shards:
             offset = kept.pool.allocate(4 * NUMEL)
             stored = kept.pool.tensor_at(offset, 4 * NUMEL).view(torch.float32).fill_(1)
-            shards = [Shard(3, "key", 0, NUMEL, stored, True, offset, 1)]
+            shards = [Shard(3, "key", 0, NUMEL, [Slot(stored, offset)], True, 1)]
             kept.add(shards)
         self.shard = shards[0]
 
     def update(self, gradient: float, *, is_final: bool = True) -> None:
-        self.kept.begin(self.shard)
+        if len(self.shard.slots) == 1:
+            offset = self.kept.pool.allocate(4 * NUMEL)
+            stored = self.kept.pool.tensor_at(offset, 4 * NUMEL).view(torch.float32)
+            self.shard.slots.append(Slot(stored, offset))
+        slot = next(slot for slot in self.shard.slots if slot is not self.shard.slot)
+        self.kept.begin(self.shard, slot)
+        self.shard.prepare(slot)
         self.optimizers.apply(self.shard, torch.full((NUMEL,), gradient), 1.0 + gradient)
         if is_final:
-            self.shard.closed += 1
-            self.kept.commit(self.shard, self.shard.closed, self.optimizers)
+            number = self.shard.closed + 1
+            self.kept.commit(self.shard, number, self.optimizers, slot)
+            self.shard.publish(slot, number, None)
+            self.shard.closed = number
 
     def state(self) -> dict[str, Tensor]:
         state = {name: tensor.clone() for name, tensor in self.optimizers.state_of(self.shard).items()}
@@ -76,6 +84,25 @@ def test_what_was_counted_handled_and_refused_comes_back(memory: Callable[[], Ke
     assert (shard.closed, shard.pushed, shard.ahead) == (7, {1: 2}, {1: {5}})
     assert (shard.problems, shard.rejected) == ({7: "was bad"}, {0: "was refused"})
     assert (second.kept.settings.handled, second.kept.settings.joined) == ({b"id": [4, 5]}, [1])
+
+
+@torch.no_grad()
+def test_memory_of_an_interrupted_update_belongs_to_nobody(memory: Callable[[], KeptMemory]) -> None:
+    first = Start(memory())
+    first.update(0.5)
+    first.update(0.25)
+    first.update(1.0, is_final=False)
+    (torn,) = (slot.offset for slot in first.shard.slots if slot is not first.shard.slot)
+    memory()  # killed before it has restored anything
+    second = Start(memory())
+    assert second.kept.undone == 1
+    assert [slot.offset for slot in second.shard.slots] == [first.shard.slot.offset]
+    other = second.kept.pool.allocate(4 * NUMEL)
+    assert other == torn  # it has another owner, though the shard has not changed
+    third = Start(memory())
+    assert third.kept.undone == 0
+    assert [slot.offset for slot in third.shard.slots] == [first.shard.slot.offset]
+    check_same(third.state(), second.state())
 
 
 @torch.no_grad()

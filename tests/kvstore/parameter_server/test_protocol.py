@@ -37,7 +37,6 @@ from gangline.kvstore.parameter_server.protocol import (
     Push,
     Release,
     Values,
-    ValuesRead,
     Welcome,
 )
 from gangline.kvstore.parameter_server.server import optimizer_shards, sessions
@@ -270,7 +269,7 @@ class Pair(RawWorkers):
             sequence = self.next()
             client.pull(sequence, 5, self.round)
             values, (data,) = client.receive()
-            assert values == Values(sequence, 0, [(5, self.round, DENSE, 4 * FLOATS)], [])
+            assert values == Values(sequence, values.number, [(5, self.round, DENSE, 4 * FLOATS)], [])
             assert torch.equal(floats(data), FIRST * 3)
 
 
@@ -415,8 +414,6 @@ def test_a_pull_gets_its_round_though_the_next_one_is_complete(pair: Pair, numel
             message, frames = zero.receive()
             if isinstance(message, Values):
                 assert floats(frames[0]).unique().tolist() == [2.0 * expected.pop(message.sequence)]
-                if message.number:
-                    zero.send(ValuesRead([message.number]))
         assert not expected
 
 
@@ -509,14 +506,13 @@ def test_a_repeated_push_does_not_release_the_region_of_an_open_round(offer: Off
 
 def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost(offer: Offer) -> None:
     count = 20_000
-    ones = bytes_of(torch.ones(count))
     with Job(2) as job, RawWorkers(job, handle=offer.handle) as two:
         zero, one = two.clients
         two.define(5, [count], bytes(4 * count))
 
         def push_both(number: int) -> None:
             for rank in range(2):
-                two.push_and_confirm(rank, number, ones)
+                two.push_and_confirm(rank, number, bytes_of(torch.full((count,), float(number))))
 
         def pull(client: RawClient, number: int) -> Values:
             client.pull(two.next(), 5, number)
@@ -524,37 +520,83 @@ def test_values_do_not_change_while_they_are_read_even_if_an_answer_is_lost(offe
             assert isinstance(values, Values)
             return values
 
-        push_both(1)
-        first = [pull(client, 1) for client in two.clients]
-        assert [len(values.offsets) for values in first] == [1, 1]
-        numbers = [values.number for values in first]
-        push_both(2)
-        one.send(ValuesRead(numbers))  # confirmations of another worker do not count
-        one.pull(two.next(), 5, 2)
-        zero.pull(first[0].sequence, 5, 1)  # it repeats the request because the answer was lost
-        again = zero.receive()[0].number
-        assert again not in numbers
-        assert one.has_nothing()
-        zero.send(ValuesRead([again]))  # also confirms the lost one
-        values = one.receive()[0]
-        assert values.entries == [(5, 2, DENSE, 4 * count)]
-        one.send(ValuesRead([values.number]))
-        values = pull(zero, 2)
-        push_both(3)
-        one.pull(two.next(), 5, 3)
+        def value(values: Values) -> list[float]:
+            return floats(segment.bytes(values.offsets[0], 4 * count)).unique().tolist()
+
+        server = job.server()
+        segment, words = server._pool.segment, offer.segment.words(0, 2)
+        held = []
+        for number in (1, 2, 3):
+            push_both(number)
+            held += [pull(client, number) for client in (two.clients if number == 1 else [two.clients[number - 2]])]
+        assert [value(values) for values in held] == [[2], [2], [4], [6]]
+        zero.pull(held[0].sequence, 5, 1)  # it repeats the request because the answer was lost
+        again = zero.receive()[0]
+        assert (again.entries, value(again)) == ([(5, 1, DENSE, 4 * count)], [2])
+        shard = server._rounds.shards[5]
+        words[1] = held[-1].number
+        push_both(4)
+        assert [value(values) for values in [*held, again]] == [
+            [2],
+            [2],
+            [4],
+            [8],
+            [2],
+        ]  # of worker 0
+        pull(one, 4)
+        push_both(5)
+        assert len(shard.slots) == 4
+        pull(one, 5)
+        push_both(6)
+        one.pull(two.next(), 5, 6)
         zero.pull(two.next(), 99, 0)
         assert zero.receive()[0].error == "MismatchError"
         assert one.has_nothing()
-        welcome = zero.request(Hello(0, 1, "sync", -1, offer.handle, values.number))  # its confirmation was lost
-        assert isinstance(welcome, Welcome)
-        assert one.receive()[0].entries == [(5, 3, DENSE, 4 * count)]
+        assert server._rounds.guard(shard)[0] == "unread"
+        assert server.status()["waits"][0]["what"] == "round 6 of key 'key' (unread)"
+        words[0] = again.number  # it has also read what it got before
+        values = one.receive()[0]
+        assert (values.entries, value(values)) == ([(5, 6, DENSE, 4 * count)], [12])
+        zero.pull(two.next(), 5, 1)
+        failed = zero.receive()[0]
+        assert (failed.error, failed.text) == (
+            "MismatchError",
+            "the value of key 'key' after round 1 is not kept any more: round 6 is closed",
+        )
+
+
+def test_what_was_read_from_a_former_process_of_a_server_says_nothing_of_this_one() -> None:
+    numbers = []
+    for _ in range(2):  # with each a worker, which shares no memory, has the value after round 1
+        with Job(1) as job, RawWorkers(job) as workers:
+            (client,) = workers.clients
+            client.define(1, 5, [FLOATS], bytes(NBYTES))
+            client.push(2, 5, 1, bytes_of(FIRST))
+            assert client.receive()[0] == Ack([2])
+            client.pull(3, 5, 1)
+            numbers.append(client.receive()[0].number)
+            client._last_read = numbers[0]  # of a push that the worker repeats in a restarted server
+            client.push(4, 5, 2, bytes_of(FIRST))
+            assert client.receive()[0] == Ack([4])
+            client.pull(3, 5, 1)  # again, as the answer was lost
+            answer, _ = client.receive()
+            assert isinstance(answer, Values) == (len(numbers) > 1), answer
+    assert numbers[1] > numbers[0]
+
+
+@pytest.mark.parametrize("word", [4, 4096, 2**61])
+def test_a_word_outside_of_the_memory_is_refused(offer: Offer, word: int) -> None:
+    with Job(1) as job:
+        (member,) = job.members()
+        with RawClient(member.servers[0], member.identity) as client:
+            assert f"word={word} in 4096 bytes" in client.refusal(Hello(0, 1, "sync", -1, offer.handle, word))
 
 
 def test_pushes_without_a_waiter_are_acknowledged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_DEFER_SECONDS", math.inf)
     sent: list[tuple[bytes, Message]] = []
     listener = SimpleNamespace(send=lambda identity, frames: sent.append((identity, protocol.unpack(frames[0]))))
-    own = Sessions(listener, lambda _: None, lambda _: ())  # type: ignore[arg-type]
+    own = Sessions(listener, lambda _: ())  # type: ignore[arg-type]
     workers = [WorkerSession(b"%d" % rank, rank, None, False) for rank in range(2)]
     for worker in workers:
         own.add(worker)

@@ -143,6 +143,14 @@ def test_readers_get_the_values_after_worker_0_s_last_push(versioned: Versioned)
             assert late.version == 7
 
 
+def test_a_version_is_whole_though_shards_of_a_key_have_been_joined_since(versioned: Versioned) -> None:
+    versioned.publish(0)
+    versioned.job.each(versioned.stores, lambda kv: kv.set_optimizer(("adafactor", {"learning_rate": 0.1})))
+    versioned.job.each(versioned.stores, lambda kv: kv.init("more", torch.full((3000, 1000), 9.0)))  # in their memory
+    with Reader(versioned.address, timeout=LIMIT) as reader:
+        assert pulled(reader) == (0, {2.0})
+
+
 def test_values_that_changed_without_a_push_and_further_tensors_are_published(versioned: Versioned) -> None:
     versioned.publish(0, mean=torch.tensor([0.5], dtype=torch.float64))
     ones = [torch.ones(shape) for shape in SHAPES.values()]

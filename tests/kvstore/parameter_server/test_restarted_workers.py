@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from gangline import kvstore
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server import digits
-from tests.kvstore.parameter_server.test_restarted_servers import WORKERS, run
+from tests.kvstore.parameter_server.test_restarted_servers import SGD, WORKERS, check_equal, run, sync_with
 from tests.kvstore.test_launch import launch
 from tests.scripted_faults import script_processes
 
@@ -53,7 +56,7 @@ def test_a_killed_worker_goes_on_where_it_was(tmp_path: Path, point: str, victim
 
 _START = "hello 1, meet 1, meet 3, met 2, met 4"
 _OF_WORKER_1 = {
-    "pull": f"{_START}, push-sent 5, push-sent 6, push-sent 7, pull 4, values 4, done 2, ack 2",
+    "pull": f"{_START}, push-sent 5, push-sent 6, push-sent 7, pull 4, values 4, ack 2",
     "async pull": "push-sent 5, push-sent 6, push-sent 7, pull 4, values 4",
     "async": "push-sent 5, push-sent 6, ack 1, barrier 1, leave 1",  # a busy server acknowledges all pushes at once
     "pushpull": "push-sent 5, push-sent 6, values 5, values 6",
@@ -80,6 +83,31 @@ def test_every_push_counts_once_wherever_a_worker_is_killed(
     tmp_path: Path, point: str, options: dict[str, Any]
 ) -> None:
     check(tmp_path, point, **options)
+
+
+def descend(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train by gradients of the weights that are pulled, from `first_step` on; return the weights."""
+    with kvstore.create("dist_sync") as kv:
+        outs = sync_with(kv)
+        kv.set_optimizer(SGD)
+        for step in range(kv.first_step, steps):
+            kv.pull(list(outs), list(outs.values()))
+            scale = sum(float(value.sum()) for value in outs.values())  # each gradient depends on all shards
+            for key, value in outs.items():
+                kv.push(key, (1 + step + kv.rank) * value.cos() * math.sin(scale))
+        kv.barrier()
+        kv.pull(list(outs), list(outs.values()))
+        return outs, {}
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["push-sent 9", *(pytest.param(f"push-sent {at}", marks=pytest.mark.slow) for at in (2, 3, 7, 8, 10, 11, 12))],
+)
+def test_a_worker_goes_on_with_the_weights_of_its_first_step_though_some_shards_are_newer(
+    tmp_path: Path, point: str
+) -> None:
+    check_equal(tmp_path, [point], descend, 5, victim="worker 1", servers=2)
 
 
 # A job that starts again from a worker's checkpoint, by the script of docs/reliability.md

@@ -19,7 +19,7 @@ from gangline.kvstore.parameter_server.protocol import Define, Pull, Push
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import pack_group
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
-from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Slot
 from gangline.kvstore.parameter_server.sharding import KeyLayout, Sharding
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server.in_process import Job
@@ -183,17 +183,12 @@ class OneShard:
     def __init__(self, spec: Any, *, is_sync: bool, is_kept: bool) -> None:
         pool: Any = SimpleNamespace(size=1, run=lambda thread, nbytes, work, then: (work(), then("")))
         pool.scratch = lambda thread, nbytes: torch.empty(nbytes, dtype=torch.uint8)
-        self.rounds = ShardRounds(1, pool, lambda *_: None, lambda *_: None)
+        self.rounds = ShardRounds(1, pool, self.add_slot, lambda *_: None, lambda *_: None)
         self.rounds.is_sync = is_sync
         self.kept = self.rounds.kept = (
             KeptMemory(os.memfd_create("gangline", os.MFD_ALLOW_SEALING)) if is_kept else None
         )
-        offset, nbytes = 0, 4 * ROW_COUNT * WIDTH
-        stored = torch.zeros(ROW_COUNT * WIDTH)
-        if self.kept is not None:
-            offset = self.kept.pool.allocate(nbytes)
-            stored = self.kept.pool.tensor_at(offset, nbytes).view(torch.float32)
-        self.shard = self.rounds.shards[1] = Shard(1, "w", 0, WIDTH, stored, False, offset, 0)
+        self.shard = self.rounds.shards[1] = Shard(1, "w", 0, WIDTH, [self.new_slot()], False, 0)
         if spec is not None:
             packed = pack_group(0, None, OptimizerSpec.parse(spec))
             self.rounds.optimizers.set(packed)
@@ -201,6 +196,17 @@ class OneShard:
                 self.kept.set_optimizer(0, packed, [])
         if self.kept is not None:
             self.kept.add([self.shard])
+
+    def add_slot(self, shard: Shard) -> Slot:
+        shard.slots.append(self.new_slot())
+        return shard.slots[-1]
+
+    def new_slot(self) -> Slot:
+        nbytes = 4 * ROW_COUNT * WIDTH
+        if self.kept is None:
+            return Slot(torch.zeros(ROW_COUNT * WIDTH), 0)
+        offset = self.kept.pool.allocate(nbytes)
+        return Slot(self.kept.pool.tensor_at(offset, nbytes).view(torch.float32), offset)
 
     def push(self, value: Tensor | RowSparse) -> None:
         number = self.shard.closed + 1
@@ -253,11 +259,14 @@ def test_an_interrupted_update_of_rows_is_undone(monkeypatch: pytest.MonkeyPatch
         (momentum,) = [state for state in optimizers.state_of(shard).values() if isinstance(state, Tensor)]
         before = shard.flat.clone(), momentum.clone()
         rows = torch.tensor([4000, 9, 4000])
-        kept.begin(shard, rows)
+        slot = next(slot for slot in shard.slots if slot is not shard.slot)
+        kept.begin(shard, slot, rows)
         assert kept._undo_areas[0].ranges()[0][1] < shard.flat.nbytes / 10
+        shard.prepare(slot)
         optimizers.apply(shard, RowSparse(rows.unique(), torch.ones(2, WIDTH), (ROW_COUNT, WIDTH)), None)
-        assert not shard.flat.equal(before[0])
-        assert kept._undo_areas[0].undo()
+        assert not slot.flat.equal(before[0])
+        assert not momentum.equal(before[1])
+        assert kept._undo_areas[0].undo() == [slot.offset]
         assert shard.flat.equal(before[0])
         assert momentum.equal(before[1])
 

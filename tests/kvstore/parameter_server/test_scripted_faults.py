@@ -117,7 +117,7 @@ _KILLS = {
     "server 0": "hello 2, define 1, command 1, push-taken 4, update 5, close 7, ack 3, values 2, pull 2",
     "scheduler": "join 3, meet 2, met 3, barrier 1",
 }
-_DATA = "hello 1, define 1, command 1, pull 2, ack 2, values 2, done 1"
+_DATA = "hello 1, define 1, command 1, pull 2, ack 2, values 2"
 _MESSAGES = {
     "worker 0": f"{_DATA}, push-sent 4, meet 2, met 2, barrier 1, leave 1",
     "server 0": f"{_DATA}, push-taken 6",

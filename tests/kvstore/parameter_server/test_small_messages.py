@@ -14,7 +14,7 @@ from gangline.kvstore.parameter_server.environment import ServerJob
 from gangline.kvstore.parameter_server.server.rounds import ShardRounds
 from gangline.kvstore.parameter_server.server.server import open_server
 from gangline.kvstore.parameter_server.server.sessions import Sessions, WorkerSession
-from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Waiter
+from gangline.kvstore.parameter_server.server.shards import PushedValue, Shard, Slot, Waiter
 from tests.kvstore.parameter_server.in_process import Job
 from tests.kvstore.parameter_server.processes import run_job
 
@@ -80,6 +80,11 @@ def test_a_push_and_pull_of_a_small_key_makes_few_calls_and_frees_its_memory_at_
     assert garbage < 50  # not one for each call
 
 
+def add_slot(shard: Shard) -> Slot:
+    shard.slots.append(Slot(torch.empty(1), 0))
+    return shard.slots[-1]
+
+
 class CountedJob(Job):
     """Job whose server counts the Python functions that it calls."""
 
@@ -113,14 +118,14 @@ def calls_per_message(workers: int) -> float:
     calls = 0
     pool = SimpleNamespace(size=1, run=lambda thread, nbytes, work, then: (work(), then("")))
     own: Sessions
-    rounds = ShardRounds(workers, pool, lambda *one: own.send_value(*one), lambda *_: None)  # type: ignore[arg-type]
+    rounds = ShardRounds(workers, pool, add_slot, lambda *one: own.send_value(*one), lambda *_: None)  # type: ignore[arg-type]
     listener = SimpleNamespace(send=lambda *_, **__: True, is_full=lambda _: False)
-    own = Sessions(listener, rounds.mark_changed, rounds.awaited)  # type: ignore[arg-type]
+    own = Sessions(listener, rounds.awaited)  # type: ignore[arg-type]
     own.max_backlog = 4 * workers
     sessions = [WorkerSession(b"%d" % rank, rank, None, False) for rank in range(workers)]
     for worker in sessions:
         own.add(worker)
-    shard = rounds.shards[0] = Shard(0, "a", 0, 1, torch.zeros(1), True, 0, 0)
+    shard = rounds.shards[0] = Shard(0, "a", 0, 1, [Slot(torch.zeros(1), 0)], True, 0)
 
     def count(frame: FrameType, event: str, __: object) -> None:
         nonlocal calls

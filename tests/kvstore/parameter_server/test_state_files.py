@@ -16,7 +16,8 @@ from torch import Tensor
 from gangline import kvstore
 from gangline.collectives.errors import DeadNodeError, StallError
 from gangline.kvstore import KVStore, RowSparse
-from gangline.kvstore.optimizer import state_parts
+from gangline.kvstore.optimizer import files, state_parts
+from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.optimizer.state_parts import PartWriter
 from gangline.kvstore.parameter_server import store
@@ -302,6 +303,26 @@ def test_a_save_that_fails_on_one_server_leaves_nothing_of_others(
         with pytest.raises(kvstore.errors.DiskFullError, match=r"-0\.part cannot be written"):
             kv.save_optimizer_states(tmp_path / "states")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_ends_within_another_one_keeps_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, state, tokens, save = tmp_path / "states", OptimizerState("sgd", 0.1, 0.1, {}, {}, {}), ["b" * 8], files.save
+
+    def save_parts(token: str) -> None:
+        with state_parts.saving(path, token):
+            path.with_name(f"states.{token}-0.part").touch()
+            state_parts.save_index(path, [f"states.{token}-0.part"], state)
+
+    def save_twice(*arguments: Any) -> None:
+        save(*arguments)
+        if tokens:
+            save_parts(tokens.pop())
+
+    monkeypatch.setattr(files, "save", save_twice)
+    save_parts("a" * 8)
+    names = state_parts.load(path)[1]
+    assert names == ["states.bbbbbbbb-0.part"]
+    assert path.with_name(names[0]).exists()
 
 
 @pytest.mark.parametrize("names", [("states", "states"), ("states-0", "states-1")])
