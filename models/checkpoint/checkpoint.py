@@ -381,8 +381,10 @@ def load_weights(network: nn.Module, path: str | Path) -> None:
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read named tensors from a ``.safetensors`` file, or from a ``.pth`` or ``.pt`` file without other objects."""
+    """Read named tensors from a checkpoint, a ``.safetensors`` file, or a ``.pth`` or ``.pt`` file of plain tensors."""
     path = Path(path)
+    if path.is_dir():
+        path /= _WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"weights {path} do not exist")
     if path.suffix == ".safetensors":

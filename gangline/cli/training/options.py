@@ -100,7 +100,7 @@ class TrainOptions(DeviceOptions):
     gc_threshold: Annotated[float | None, _gradients()] = None
     """Threshold of 2bit, in units of the gradient of the mean loss. Default: 0.5."""
     pretrained: Annotated[Path | None, _transfer()] = None
-    """File of initial weights (.safetensors, .pth). If its number of classes differs, the last layer is replaced."""
+    """Initial weights, a checkpoint or a .safetensors or .pth file. A last layer of other classes is replaced."""
     layer_factors: Annotated[str, _transfer()] = "10,20,1"
     """Learning-rate factors of weight and bias of the replaced layer, and of all other layers."""
     freeze_until: Annotated[str | None, _transfer()] = None
