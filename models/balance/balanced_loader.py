@@ -664,12 +664,15 @@ def _end_all() -> None:
 def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
     """Yield the batches of a loader; the time of loading counts for this rank's steps."""
     batches = iter(loader)
-    timer.resume()
-    for batch in batches:
-        timer.pause()
-        yield batch
+    while True:
         timer.resume()
-    timer.pause()
+        try:
+            batch = next(batches, timer)
+        finally:
+            timer.pause()
+        if batch is timer:
+            return
+        yield batch
 
 
 class _Steps:

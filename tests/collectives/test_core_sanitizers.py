@@ -25,7 +25,7 @@ main(*sys.argv[1:])
 
 
 class Sanitizer(NamedTuple):
-    """How core.c is built and run, and a fault that must be found."""
+    """Holds how core.c is built and run, and a fault that must be found."""
 
     options: str
     library: str

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gangline import Communicator, DistributedOptimizer, create, spawn
 from gangline.kvstore.allreduce.store import AllReduceStore, CopyResult
 from gangline.kvstore.reducer.waits import waiting_for_ranks
+from gangline.models.balance.balanced_loader import _timed
 from gangline.models.rank_timer import RankTimer, inner_module
 
 X = torch.ones(2, 3)
@@ -280,6 +281,19 @@ def test_time_is_measured_again_after_a_backward_that_failed(clock: Clock) -> No
     timer.take()
     first.fails = False
     assert seconds_of(timer, lambda: network(X).sum().backward()) == FORWARD + BACKWARD
+
+
+def test_a_batch_that_cannot_be_read_pauses_the_timer() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("unreadable")
+
+    timer = RankTimer([nn.Linear(1, 1)])
+    batches = _timed(broken(), timer)
+    assert next(batches) == 1
+    with pytest.raises(OSError, match="unreadable"):
+        next(batches)
+    assert not timer.pause()
 
 
 def test_hooks_do_not_break_the_graph_of_a_compiled_network(clock: Clock) -> None:

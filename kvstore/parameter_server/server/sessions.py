@@ -124,7 +124,7 @@ class Sessions:
         return worker
 
     def end_reads(self, worker: WorkerSession) -> None:
-        """Let values change that a dead worker reads or was to get."""
+        """Release the values that a dead worker reads or was to get, so that they may change."""
         worker.word = (sys.maxsize,)
         for _, _, slot in worker.ready:
             slot.pins -= 1

@@ -41,7 +41,7 @@ ADAFACTOR = ("adafactor", {"learning_rate": 0.01})
 
 @pytest.fixture(autouse=True)
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let servers write state of any size; a step writes or reads little of it."""
+    """Make servers write state of any size, of which a step writes or reads little."""
     monkeypatch.setattr(store, "MAX_GATHERED", 0)
     monkeypatch.setattr(state_files, "_BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(state_parts, "_PIECE", 100_000)
