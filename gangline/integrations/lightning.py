@@ -123,7 +123,7 @@ class Balance(Callback):
             loader.worker_init_fn = partial(pl_worker_init_function, rank=trainer.global_rank)
         options = self._options
         has_means = options["count"] is not None and options.get("loss_reduction", "mean") == "mean"
-        if options.get("lengths") is not None and options.get("stream") != "own" and not has_means:
+        if options.get("lengths") is not None and options.get("stream") != "sharded" and not has_means:
             options = {"accumulate": trainer.accumulate_grad_batches, **options}
         self.loader = QueuedWeights(trainer.model, _with_own_sampler(loader), **options)
         self._batches = _Batches(self.loader)

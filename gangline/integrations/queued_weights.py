@@ -56,16 +56,18 @@ def check_options(options: Mapping[str, Any], caller: str, left_out: Mapping[str
         if name not in names:
             reason = f" ({left_out[name]})" if name in left_out else ""
             raise TypeError(f"{caller} has no option {name!r}{reason}; expected {', '.join(names)}")
-        if name == "stream" and value not in (None, "own", "same"):
-            raise ValueError(f"stream is {value!r}; expected 'own', 'same' or None")
+        if name == "stream" and value not in (None, "sharded", "replicated"):
+            raise ValueError(f"stream is {value!r}; expected 'sharded', 'replicated' or None")
         if name == "group" and value is not None and not isinstance(value, dist.ProcessGroup):
             raise TypeError(f"group is {value!r}; expected a process group of torch.distributed, or None")
-        if name == "memory" and not (value is None or value == "auto" or isinstance(value, list | tuple)):
-            raise TypeError(f"memory is {value!r}; expected a maximum for each rank, such as [16, 4], 'auto' or None")
+        if name == "max_share" and not (value is None or value == "auto" or isinstance(value, list | tuple)):
+            raise TypeError(
+                f"max_share is {value!r}; expected a maximum for each rank, such as [16, 4], 'auto' or None"
+            )
 
 
 def check_sizes(options: Mapping[str, Any], ranks: int, global_batch: int = 0) -> None:
-    """Check that loads and memory have a valid entry for each rank."""
+    """Check that loads and max_share have a valid entry for each rank."""
     checked_loads(options.get("loads", "auto"), ranks)
-    if isinstance(memory := options.get("memory"), Sequence) and not isinstance(memory, str):
-        checked_caps(memory, ranks, global_batch)
+    if isinstance(max_share := options.get("max_share"), Sequence) and not isinstance(max_share, str):
+        checked_caps(max_share, ranks, global_batch)

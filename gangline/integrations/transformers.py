@@ -48,8 +48,8 @@ def balance(
         trainer: of transformers or of a class derived from it; it keeps its methods.
         loads: relative speed of each rank, such as [3, 1]; "auto" measures it.
         evaluation: split the batches of `evaluate` and `predict` too, by the speed of forward.
-        **options: of `gangline.balance`, such as lengths, pool, memory, stream and group; not count, global_batch or
-            loss_reduction. With ``memory``, which is of lengths if there are any, pass ``lengths`` too.
+        **options: of `gangline.balance`, such as lengths, pool, max_share, stream and group; not count, global_batch or
+            loss_reduction. With ``max_share``, which is of lengths if there are any, pass ``lengths`` too.
 
     Returns:
         The same trainer.
@@ -83,7 +83,7 @@ def balance(
     if trainer.args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size is True, so a rank that runs out of memory goes on with a batch size of its own; "
-            "leave it out, and limit the samples of each rank by memory=, such as balance(trainer, memory=[16, 4])"
+            "leave it out, and limit the samples of each rank, such as balance(trainer, max_share=[16, 4])"
         )
     if hasattr(kind, "_generate_and_score_completions"):
         raise ValueError(
@@ -93,7 +93,7 @@ def balance(
     batches = 1 if trainer.accelerator.split_batches else trainer.args.world_size
     check_sizes(options, trainer.args.world_size, trainer.args.train_batch_size * batches)
     _check_stream(trainer, options.get("stream"), options.get("lengths"))
-    if "lengths" not in options and not isinstance(options.get("memory"), list | tuple):
+    if "lengths" not in options and not isinstance(options.get("max_share"), list | tuple):
         options["lengths"] = _lengths_of(trainer)
     if options.get("lengths") is not None:
         if isinstance(trainer.train_dataset, Sized) and not callable(options["lengths"]):
@@ -101,7 +101,7 @@ def balance(
         collator = trainer.data_collator
         is_flat = isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False)
         divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None  # by num_items_in_batch
-        is_sorted = divides and options.get("stream") != "own"  # else other batches would have other means
+        is_sorted = divides and options.get("stream") != "sharded"  # else other batches would have other means
         together = trainer.args.gradient_accumulation_steps if is_sorted else 1
         options = {"padding": not is_flat, "accumulate": together, **options}
     if trainer.args.train_sampling_strategy == "batch_rebalance":  # which is what lengths do
@@ -150,13 +150,13 @@ def _check_stream(trainer: transformers.Trainer, stream: str | None, lengths: An
     if trainer.accelerator.dispatch_batches is not False:
         raise ValueError(
             f"the {kind} is an IterableDataset, whose batches rank 0 would cut to equal parts; write "
-            'TrainingArguments(accelerator_config={"dispatch_batches": False}), and balance(trainer, stream="same") if '
-            "all ranks read the same samples in the same order"
+            'TrainingArguments(accelerator_config={"dispatch_batches": False}), and balance(trainer, '
+            'stream="replicated") if all ranks read the same samples in the same order'
         )
     if stream is None:
         raise ValueError(
-            f'stream is None, but the {kind} is an IterableDataset; write balance(trainer, stream="same") if all ranks '
-            'read the same samples in the same order, or stream="own" if each rank reads samples of its own'
+            f'stream is None, but the {kind} is an IterableDataset; write balance(trainer, stream="replicated") if all '
+            'ranks read the same samples in the same order, or stream="sharded" if each rank reads samples of its own'
         )
     if lengths is not None and not callable(lengths):
         raise ValueError(
@@ -202,7 +202,7 @@ class _Balanced(_Base):
             store.set(
                 key,
                 f"rank {rank} ran out of memory with {current.samples} samples; limit the samples of each rank, as by "
-                f"balance(trainer, memory={caps}), or lower per_device_train_batch_size",
+                f"balance(trainer, max_share={caps}), or lower per_device_train_batch_size",
             )
         with suppress(dist.DistError):  # the store has ended with rank 0
             if store.check([key]):

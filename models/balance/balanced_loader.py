@@ -79,7 +79,7 @@ class BalancedLoader:
         global_batch: int | None = None,
         count: Callable[[Any], float | Tensor] | None = None,
         loss_reduction: LossReduction = "mean",
-        memory: Sequence[int] | Literal["auto"] | None = "auto",
+        max_share: Sequence[int] | Literal["auto"] | None = "auto",
         stream: Stream | None = None,
         group: dist.ProcessGroup | None = None,
         lengths: Any = None,
@@ -101,16 +101,16 @@ class BalancedLoader:
                 ignored; None: number of samples. A global batch whose counts are all 0 has no gradient.
             loss_reduction: "mean" or "sum": reduction of the loss over what ``count`` counts; "normalized" if the loop
                 itself divides by the count of all ranks, so that gradients are not rescaled.
-            memory: maximum number of samples of each rank; "auto": on GPUs a share grows only while measured memory
-                peaks predict that it fits; None: no limits.
-            stream: required for an IterableDataset and other iterables: "own" if each rank reads different samples,
-                "same" if all ranks read the same samples in the same order. Batches are concatenated and cut to shares.
-                "own" is also for a data set, or a sampler, that has its rank's part of the samples.
+            max_share: maximum number of samples of each rank; "auto": on GPUs a share grows only while measured peaks
+                of memory predict that it fits; None: no limits.
+            stream: required for an IterableDataset and other iterables: "sharded" if each rank reads different
+                samples, "replicated" if all ranks read the same samples in the same order. Batches are concatenated and
+                cut to shares. "sharded" is also for a data set, or a sampler, that has its rank's part of the samples.
             group: the ranks that average gradients; None: those of DistributedDataParallel or FSDP2, else all.
             lengths: cost of each sample by its index in the data set, such as its number of tokens: a sequence, or a
                 function from an index to a number; for streams a function of a sample. Each global batch keeps its
-                samples and is cut by cost: each rank gets samples of similar length. ``loads`` and ``memory`` are then
-                of cost, not of samples.
+                samples and is cut by cost: each rank gets samples of similar length. ``loads`` and ``max_share``
+                are then of cost, not of samples.
             padding: True if the loader pads each share to its longest sample, which then costs as much as all others.
             accumulate: global batches of one update of the weights, which are read together. Means with ``count`` are
                 then over all that the update counts, in a loop that divides each loss by ``accumulate`` as usual. With
@@ -118,7 +118,7 @@ class BalancedLoader:
                 cost, else as many samples as before. None: accelerate's for its loaders with ``lengths``, without
                 ``count`` of a mean; else 1.
             pool: form batches of similar lengths from so many global batches, in random order; 1: keep the order.
-            budget: with stream="own" and ``lengths``, cost of a global batch: each rank fills its part of it.
+            budget: with stream="sharded" and ``lengths``, cost of a global batch: each rank fills its part of it.
 
         Raises:
             RuntimeError: if torch.distributed is not initialized, or a network is balanced already.
@@ -157,12 +157,12 @@ class BalancedLoader:
                 total = self._order.size
             else:
                 total = check_stream(plain, stream, samples, size)
-            if memory is not None and memory != "auto":
-                self._caps = checked_caps(memory, size, total if lengths is None else 0)
+            if max_share is not None and max_share != "auto":
+                self._caps = checked_caps(max_share, size, total if lengths is None else 0)
             has_means = count is not None and loss_reduction == "mean"
             together = accumulate
             if together is None:
-                is_kept = self._outer is None or lengths is None or stream == "own" or has_means
+                is_kept = self._outer is None or lengths is None or stream == "sharded" or has_means
                 together = 1 if is_kept else accumulated_steps()
             elif together != 1 and lengths is None and is_weighted and not has_means:
                 raise ValueError(
@@ -178,7 +178,7 @@ class BalancedLoader:
                 "stream": stream,
                 "loads": given if loads != "auto" else "auto",
                 "loss_reduction": loss_reduction,
-                "memory": self._caps or memory,
+                "max_share": self._caps or max_share,
                 "count": "given" if count is not None else "samples",
                 "the smallest share": minimum,
                 "lengths": None if self._arrangement is None else self._arrangement.lengths.checksum,
@@ -211,7 +211,7 @@ class BalancedLoader:
             checked_loads(loads, size),
             timer,
             horizon=ahead + 1 + (self._outer is not None),  # accelerate reads one more
-            device=devices[0] if devices and memory == "auto" else None,
+            device=devices[0] if devices and max_share == "auto" else None,
             caps=self._caps,
             minimum=minimum,
             by_cost=arrangement is not None,
@@ -219,7 +219,7 @@ class BalancedLoader:
         self._loader = loader
         self._source: ShareSampler | IterableBatches
         if self._order is None:
-            self._source = IterableBatches(loader, stream == "same", total, self._balance, arrangement)
+            self._source = IterableBatches(loader, stream == "replicated", total, self._balance, arrangement)
             if arrangement is not None:  # samples are collated when they are cut
                 sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
                 sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
@@ -281,7 +281,7 @@ class BalancedLoader:
 
         Each sample is read once, on one rank. Shares begin with those of the last evaluation, at first with those of
         the training, and follow the time of forward; iterate the same object again to keep what was measured too.
-        Options are ``loads``, ``global_batch``, ``memory``, ``lengths`` and ``padding`` of `balance`.
+        Options are ``loads``, ``global_batch``, ``max_share``, ``lengths`` and ``padding`` of `balance`.
         """
         self._check_open()
         split: BalancedLoader = self._evaluation_type(self._networks, loader, training=self, **options)

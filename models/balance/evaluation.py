@@ -18,7 +18,7 @@ from gangline.models.balance.rank_exchange import group_of
 from gangline.models.balanced_batch import BalancedBatch, evaluated
 from gangline.models.rank_timer import RankTimer
 
-_OPTIONS = ["loads", "global_batch", "memory", "lengths", "padding"]  # of `balance`
+_OPTIONS = ["loads", "global_batch", "max_share", "lengths", "padding"]  # of `balance`
 
 
 class EvaluationSampler(ShareSampler):
@@ -49,7 +49,7 @@ class EvaluationLoader(BalancedLoader):
         self._units = [unit for network in networks for unit in network.modules() if isinstance(unit, FSDPModule)]
         self._timer_type = lambda _: RankTimer(networks, has_backward=False)
         self._kept: list[float] = []
-        options = {"memory": None, "group": None, "loss_reduction": "normalized", **options}
+        options = {"max_share": None, "group": None, "loss_reduction": "normalized", **options}
         if training is not None:
             self._shared_exchange, self._kept = training._exchange, training._evaluation_loads
             options.setdefault("loads", training.loads if training._balance.timer is None else "auto")

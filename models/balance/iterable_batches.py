@@ -17,7 +17,7 @@ from gangline.models.data.joined_batches import JoinedBatches
 from gangline.models.data.lengths import Arrangement
 from gangline.models.data.loaders import own_iteration
 
-Stream = Literal["own", "same"]
+Stream = Literal["sharded", "replicated"]
 _END = object()
 
 
@@ -32,13 +32,13 @@ def check_stream(loader: Any, stream: str | None, global_batch: int | None, rank
     if own is None:
         kind = type(loader.dataset).__name__
         is_iterable = isinstance(loader.dataset, IterableDataset)
-        if not is_iterable and stream != "own":
+        if not is_iterable and stream != "sharded":
             raise ValueError(
                 f"stream is {stream!r}, but the {kind} is not an IterableDataset; leave stream out, or write "
-                'stream="own" if each rank has its own part of the samples'
+                'stream="sharded" if each rank has its own part of the samples'
             )
         own = f"the {kind} is an IterableDataset" if is_iterable else f"the loader of the {kind} has own batches"
-    if stream not in ("own", "same"):
+    if stream not in ("sharded", "replicated"):
         for name in ("loader", "_dataloader"):  # of timm's PrefetchLoader and of Lightning Fabric
             if isinstance(getattr(loader, name, None), DataLoader):
                 raise ValueError(
@@ -46,9 +46,9 @@ def check_stream(loader: Any, stream: str | None, global_batch: int | None, rank
                     f"balance(model, loader.{name}), iterate the result, and move its batches to the device in the loop"
                 )
         raise ValueError(
-            f'stream is {stream!r}, but {own}, whose batches are cut as they come; write balance(..., stream="own") if '
-            'each rank reads samples of its own, or stream="same" if all ranks read the same samples in the same '
-            "order; or give a plain DataLoader over a map-style data set"
+            f"stream is {stream!r}, but {own}, whose batches are cut as they come; write balance(..., "
+            'stream="sharded") if each rank reads samples of its own, or stream="replicated" if all ranks read '
+            "the same samples in the same order; or give a plain DataLoader over a map-style data set"
         )
     batch_size = getattr(loader, "batch_size", None)
     if batch_size is None and global_batch is None:
@@ -77,7 +77,7 @@ class IterableBatches:
         """Return shares as `ShareSampler.shares`; without samples once this rank's stream has ended."""
         if skip and not self._is_same:
             raise ValueError(
-                f'the epoch cannot continue behind {skip} samples with stream="own", since their number on each '
+                f'the epoch cannot continue behind {skip} samples with stream="sharded", since their number on each '
                 "rank is not known; save the state between epochs, or skip samples in the data set"
             )
         if self._arrangement is not None:

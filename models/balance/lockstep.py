@@ -191,8 +191,8 @@ class Lockstep:
             if agreed != rows[0][2]:
                 raise RuntimeError(
                     f"rank {rank} read other samples than rank 0 for global batch {number}; expected the same data "
-                    'set, the same global_batch, and with stream="same" the same order of samples (the same seed of '
-                    "shuffles), on all ranks"
+                    'set, the same global_batch, and with stream="replicated" the same order of samples (the same seed '
+                    "of shuffles), on all ranks"
                 )
         counts, counted = tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
         if self._count is None and self._loss_reduction == "mean":

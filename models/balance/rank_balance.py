@@ -251,14 +251,16 @@ class RankBalance:
             )
 
 
-def checked_caps(memory: Sequence[Any], size: int, global_batch: int) -> list[int | None]:
+def checked_caps(max_share: Sequence[Any], size: int, global_batch: int) -> list[int | None]:
     """Return the user's maximum shares; ValueError if their sum is below the global batch."""
-    caps = list(memory)
+    caps = list(max_share)
     if len(caps) != size or not all(isinstance(cap, int) and cap >= 1 for cap in caps):
-        raise ValueError(f"memory is {caps}; expected a maximum number of samples for each of {size} ranks, 1 or more")
+        raise ValueError(
+            f"max_share is {caps}; expected a maximum number of samples for each of {size} ranks, 1 or more"
+        )
     if sum(caps) < global_batch:
         raise ValueError(
-            f"memory is {caps}, together {sum(caps)} samples; expected the global batch of {global_batch} or more: "
+            f"max_share is {caps}, together {sum(caps)} samples; expected the global batch of {global_batch} or more: "
             f"raise them, or pass global_batch={sum(caps)} and accumulate gradients over more batches"
         )
     return caps

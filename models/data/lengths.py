@@ -269,12 +269,12 @@ def arrangement_of(
     for name, value in {"accumulate": accumulate, "pool": pool}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a number of global batches, 1 or more")
-    if pool > 1 and (lengths is None or stream == "own"):
+    if pool > 1 and (lengths is None or stream == "sharded"):
         raise ValueError(f"pool is {pool}; expected lengths of samples that all ranks read, or pool=1")
-    if (budget is not None) != (stream == "own" and lengths is not None) or not (budget is None or budget > 0):
+    if (budget is not None) != (stream == "sharded" and lengths is not None) or not (budget is None or budget > 0):
         raise ValueError(
-            f'budget is {budget!r}; with stream="own" and lengths, expected the cost of a global batch, such as its '
-            "number of tokens; else None"
+            f'budget is {budget!r}; with stream="sharded" and lengths, expected the cost of a global batch, such as '
+            "its number of tokens; else None"
         )
     if lengths is None:
         return None
@@ -284,7 +284,7 @@ def arrangement_of(
             'lambda sample: len(sample["input_ids"]), and a torch DataLoader with a batch_size'
         )
     checked = Lengths(lengths, None if stream is not None else length_of(loader.dataset), padding=padding)
-    together = 1 if stream == "own" else accumulate
+    together = 1 if stream == "sharded" else accumulate
     return Arrangement(checked, together, by_parts=by_parts and together > 1, pool=pool, budget=budget)
 
 

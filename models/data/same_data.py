@@ -57,7 +57,7 @@ def check_same_data(of_ranks: Sequence[Mapping[str, Described | None]]) -> None:
                 raise MismatchError(
                     f"balance: {what} on rank {rank} is not that of rank 0. Samples are numbered alike on all ranks, "
                     "so a part of them would never be read; give the whole data set, and the same sampler, on all "
-                    'ranks, or write balance(..., stream="own") if each rank reads samples of its own'
+                    'ranks, or write balance(..., stream="sharded") if each rank reads samples of its own'
                 )
 
 

@@ -133,4 +133,4 @@ def test_wrong_options_are_errors_of_the_callback() -> None:
     assert message(lambda: Balance(load=[3, 1])).startswith(
         "TypeError: Balance() has no option 'load'; expected loads, global_batch, count, loss_reduction, memory, stream"
     )
-    assert message(lambda: Balance(memory=16)).startswith("TypeError: memory is 16; expected a maximum")
+    assert message(lambda: Balance(max_share=16)).startswith("TypeError: max_share is 16; expected a maximum")

@@ -129,9 +129,9 @@ def refusals(folder: str, is_alone: bool) -> list[str]:
 
     plain = trainer_of(folder)
     wrong: list[dict[str, Any]] = [{"count": len}, {"load": [3, 1]}, {"stream": "both"}, {"group": "world"}]
-    wrong += [{"memory": 16}]
+    wrong += [{"max_share": 16}]
     if not is_alone:
-        wrong += [{"loads": [3, 1, 1]}, {"memory": [16]}, {"memory": [4, 3]}, {"stream": "same"}]
+        wrong += [{"loads": [3, 1, 1]}, {"max_share": [16]}, {"max_share": [4, 3]}, {"stream": "replicated"}]
     texts = [message(lambda options=options: balance(plain, **options)) for options in wrong]
     assert type(plain) is Trainer
     generating = type("GRPOTrainer", (Generates, Trainer), {})
@@ -144,7 +144,7 @@ def refusals(folder: str, is_alone: bool) -> list[str]:
         trainer_of(folder, **streamed, **split),
     )
     texts += [message(lambda trainer=trainer: balance(trainer)) for trainer in refused]
-    assert message(lambda: balance(trainer_of(folder, **streamed, **split), stream="same").train()) == "no error"
+    assert message(lambda: balance(trainer_of(folder, **streamed, **split), stream="replicated").train()) == "no error"
     return texts
 
 
@@ -152,21 +152,21 @@ OPTIONS = [
     "TypeError: balance() of a Trainer has no option 'count' (what a loss counts is known from the labels); expected "
     "loads, memory, stream, group",
     "TypeError: balance() of a Trainer has no option 'load'; expected loads, memory",
-    "ValueError: stream is 'both'; expected 'own', 'same' or None",
+    "ValueError: stream is 'both'; expected 'sharded', 'replicated' or None",
     "TypeError: group is 'world'; expected a process group",
-    "TypeError: memory is 16; expected a maximum for each rank",
+    "TypeError: max_share is 16; expected a maximum for each rank",
 ]
 SIZES = [
     "ValueError: loads is [3, 1, 1]; expected a number above 0 for each of 2 ranks",
-    "ValueError: memory is [16]; expected a maximum number of samples for each of 2 ranks",
-    "ValueError: memory is [4, 3], together 7 samples; expected the global batch of 8",
-    "ValueError: stream is 'same', but the list is not an IterableDataset",
+    "ValueError: max_share is [16]; expected a maximum number of samples for each of 2 ranks",
+    "ValueError: max_share is [4, 3], together 7 samples; expected the global batch of 8",
+    "ValueError: stream is 'replicated', but the list is not an IterableDataset",
 ]
 TRAINERS = [
     "ValueError: auto_find_batch_size is True",
     "ValueError: GRPOTrainer generates completions",
     "ValueError: the Stream is an IterableDataset, whose batches rank 0 would cut to equal parts; write "
-    'TrainingArguments(accelerator_config={"dispatch_batches": False}), and balance(trainer, stream="same")',
+    'TrainingArguments(accelerator_config={"dispatch_batches": False}), and balance(trainer, stream="replicated")',
     "ValueError: stream is None, but the Stream is an IterableDataset; write balance(trainer, stream=",
 ]
 
@@ -202,4 +202,4 @@ def exhausted(folder: str) -> str:
 def test_all_ranks_say_that_one_ran_out_of_memory(tmp_path: Path) -> None:
     text = "Error: rank 1 ran out of memory with 2 samples; limit the samples of each rank, as by balance(trainer, "
     for found, kind in zip(told(exhausted, tmp_path), ("Runtime", "OutOfMemory"), strict=True):
-        assert found.startswith(f"{kind}{text}memory=[8, 1])")
+        assert found.startswith(f"{kind}{text}max_share=[8, 1])")

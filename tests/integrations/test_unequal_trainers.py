@@ -386,9 +386,9 @@ def shares(folder: str) -> dict[str, list[Batches]]:
         "named column": reads(folder, Table(cost=COSTS), {"length_column_name": "cost"}),
         "given": reads(folder, Table(length=LENGTHS), lengths=COSTS),
         "a function": reads(folder, Texts(), lengths=COSTS.__getitem__),
-        "memory and lengths": reads(folder, Texts(), lengths=COSTS, memory=[10_000, 10_000]),
+        "memory and lengths": reads(folder, Texts(), lengths=COSTS, max_share=[10_000, 10_000]),
         "lengths=None": reads(folder, Texts(), lengths=None),
-        "memory": reads(folder, Texts(), memory=[3, 8]),
+        "memory": reads(folder, Texts(), max_share=[3, 8]),
     }
 
 
@@ -398,7 +398,7 @@ def own_streams(folder: str) -> str:
 
     arguments = {"max_steps": 2, "gradient_accumulation_steps": 2, "accelerator_config": {"dispatch_batches": False}}
     trainer = trainer_over(folder, language_model(), Stream(), arguments)
-    options: dict[str, Any] = {"stream": "own", "budget": 100, "lengths": lambda sample: len(sample["input_ids"])}
+    options: dict[str, Any] = {"stream": "sharded", "budget": 100, "lengths": lambda sample: len(sample["input_ids"])}
     return message(lambda: balance(trainer, **options).train())
 
 
@@ -488,7 +488,7 @@ def wrong(folder: str) -> dict[str, str]:
         streamed = {"max_steps": 1, "accelerator_config": {"dispatch_batches": False}}
         rebalanced = {"train_sampling_strategy": "batch_rebalance"}
         arguments = {"of a stream": streamed, "unknown": rebalanced}.get(name, {})
-        options = {"stream": "same"} if name == "of a stream" else {}
+        options = {"stream": "replicated"} if name == "of a stream" else {}
         trainer = trainer_over(folder, language_model(), Stream() if options else Texts(), arguments)
         found[name] = message(partial(balance, trainer, lengths=lengths, **options))
     return found

@@ -111,7 +111,7 @@ def evaluate(comm: Communicator, path: str, engine: str) -> None:
     check(model, gangline.balance(None, DataLoader(DATA, 4, sampler=sampler)), list(whole))
     lists = [plain[begin : begin + 3] for begin in range(0, SAMPLES, 3)]
     check(model, gangline.balance(None, DataLoader(DATA, batch_sampler=Listed(lists))), plain)
-    shuffled = gangline.balance(None, DataLoader(DATA, 4, shuffle=True), loads=loads, memory=[6] * size)
+    shuffled = gangline.balance(None, DataLoader(DATA, 4, shuffle=True), loads=loads, max_share=[6] * size)
     orders = [flat([number.tolist() for *_, number in shuffled]) for _ in range(2)]
     assert orders[0] != orders[1]
     assert all(sorted(flat(gathered(each))) == plain for each in orders)
@@ -172,12 +172,13 @@ def refusals(comm: Communicator, path: str) -> None:
     check_refused(of(DataLoader(Numbers(20 + rank), 2)), "length of the data set is 20 on rank 0, but 21 on rank 1")
     check_refused(of(plain, loads=[3, 0]), "loads is [3, 0]; expected a number above 0 for each of 2 ranks")
     check_refused(
-        of(plain, count=len), "evaluation has no option 'count'; expected loads, global_batch, memory, lengths, padding"
+        of(plain, count=len),
+        "evaluation has no option 'count'; expected loads, global_batch, max_share, lengths, padding",
     )
     check_refused(of(plain, lengths=[1]), "lengths has 1 numbers for the 20 samples")
     check_refused(of(DataLoader(Numbers(20), None)), "batch_size=None")
     check_refused(of(plain, group=None), "evaluation has no option 'group'")
-    check_refused(lambda: gangline.balance(None, stream, stream="same"), "evaluation has no option 'stream'")
+    check_refused(lambda: gangline.balance(None, stream, stream="replicated"), "evaluation has no option 'stream'")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def train() -> None:

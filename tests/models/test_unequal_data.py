@@ -84,7 +84,7 @@ def agreement(comm: Communicator, path: str) -> None:
     }
     for what, calls in own.items():
         for call in calls:
-            check_refused(call, what, "give the whole data set", 'stream="own") if')
+            check_refused(call, what, "give the whole data set", 'stream="sharded") if')
 
     halves: list[dict[str, Any]] = [
         {"sampler": Listed(range(rank, 32, 2))},  # of the user's own, without rank and num_replicas
@@ -114,11 +114,11 @@ def agreement(comm: Communicator, path: str) -> None:
         DataLoader(numbers, batch_size=4, sampler=SubsetRandomSampler(range(rank, 32, 2))),
         DataLoader(numbers, batch_sampler=cut(range(rank, 32, 2), 4)),
     ):
-        batches = epoch_of(balanced(loader, stream="own", global_batch=8))
+        batches = epoch_of(balanced(loader, stream="sharded", global_batch=8))
         assert sorted(flat(batches)) == list(range(32))
         assert len(batches[0]) == 8
     filled = DataLoader(numbers, batch_size=4, sampler=range(rank, 32, 2), collate_fn=torch.stack)
-    assert sorted(flat(epoch_of(balanced(filled, stream="own", lengths=lambda _: 1, budget=8)))) == list(range(32))
+    assert sorted(flat(epoch_of(balanced(filled, stream="sharded", lengths=lambda _: 1, budget=8)))) == list(range(32))
     dist.destroy_process_group()
 
 
@@ -133,7 +133,7 @@ def ramp(comm: Communicator, path: str) -> None:
     for loader in (
         balanced(DataLoader(torch.arange(32), batch_size=4)),
         balanced(DataLoader(torch.arange(32), batch_size=4, sampler=everything)),
-        balanced(stream, stream="same"),
+        balanced(stream, stream="replicated"),
     ):
         for size, batches in ((10, 4), (16, 2)):
             loader.global_batch = size
@@ -141,14 +141,14 @@ def ramp(comm: Communicator, path: str) -> None:
             assert loader.global_batch == size
             if not isinstance(loader.dataset, Stream):
                 assert len(loader) == batches
-    loader = balanced(DataLoader(torch.arange(32), batch_size=4), memory=[6, 4])
+    loader = balanced(DataLoader(torch.arange(32), batch_size=4), max_share=[6, 4])
 
     def set_to(size: Any) -> None:
         loader.global_batch = size
         list(loader)
 
     check_refused(lambda: set_to(1), "global_batch is 1;", "at least one sample for each of 2 ranks")
-    check_refused(lambda: set_to(16), "memory is [6, 4], together 10 samples")
+    check_refused(lambda: set_to(16), "max_share is [6, 4], together 10 samples")
     check_refused(lambda: set_to(6 + comm.rank), "global batch is 6 on rank 0, but 7 on rank 1")
     loader = balanced(DataLoader(torch.arange(32), batch_sampler=cut(everything, 3)))
     check_refused(lambda: set_to(8), "the sampler decides the size of batches")
@@ -174,12 +174,15 @@ def ramp_within_an_epoch(rank: int) -> None:
     for loader in (
         balanced(shuffled),
         balanced(DataLoader(numbers, batch_size=4, num_workers=2, shuffle=True, persistent_workers=True)),
-        balanced(DataLoader(Stream(range(32), int), batch_size=4), stream="same"),
+        balanced(DataLoader(Stream(range(32), int), batch_size=4), stream="replicated"),
         balanced(
-            DataLoader(Stream(range(32), int), batch_size=4), stream="same", lengths=lambda number: 1, padding=False
+            DataLoader(Stream(range(32), int), batch_size=4),
+            stream="replicated",
+            lengths=lambda number: 1,
+            padding=False,
         ),
-        balanced(DataLoader(parts, batch_size=4), [1, 1], stream="own"),
-        balanced(DataLoader(parts, batch_size=4), [1, 1], stream="own", accumulate=2, count=len),
+        balanced(DataLoader(parts, batch_size=4), [1, 1], stream="sharded"),
+        balanced(DataLoader(parts, batch_size=4), [1, 1], stream="sharded", accumulate=2, count=len),
     ):
         assert sizes(loader)[:3] == wanted[:3]
         assert sorted(flat(epoch_of(loader))) == list(range(32))

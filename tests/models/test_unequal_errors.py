@@ -61,7 +61,7 @@ def failing_collate(samples: list[Tensor]) -> Tensor:
 
 def stream_of(make: Callable[[int], Any], batch_size: int | None = 4, **options: Any) -> Callable[[], object]:
     user: DataLoader[Any] = DataLoader(Stream(range(20), make), batch_size=batch_size)
-    return lambda: list(balanced(user, **{"stream": "own", **options}))
+    return lambda: list(balanced(user, **{"stream": "sharded", **options}))
 
 
 class Wrapped:
@@ -90,7 +90,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(of(plain, loss_reduction="average"), "loss_reduction is 'average'", "'sum'")
     check_refused(of(plain, global_batch=1), "global_batch is 1;", "at least one sample for each of 2 ranks")
     check_refused(of(DataLoader(data, batch_sampler=Listed([[1]])), global_batch=4), "leave global_batch out")
-    check_refused(of(plain, stream="same"), "leave stream out")
+    check_refused(of(plain, stream="replicated"), "leave stream out")
     wrong: Any = {"epoch": 3}
     check_refused(lambda: gangline.balance(plain, nn.Linear(1, 1)), "is a DataLoader; expected the", "(model, loader)")  # type: ignore[arg-type]
     check_refused(lambda: gangline.balance("net", plain), "balance() is a str; expected the network")  # type: ignore[arg-type]
@@ -104,9 +104,13 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
         )
     check_refused(lambda: balanced(plain).load_state_dict(wrong), "has no batch, samples, seed, split; expected what")
 
-    check_refused(of(plain, memory=[2, 3]), "memory is [2, 3], together 5 samples; expected the global batch of 8 or")
-    check_refused(of(plain, memory=[9]), "memory is [9]; expected a maximum number of samples for each of 2 ranks")
-    loader = balanced(plain, loads=[1, 1], memory=[100, 3])
+    check_refused(
+        of(plain, max_share=[2, 3]), "max_share is [2, 3], together 5 samples; expected the global batch of 8 or"
+    )
+    check_refused(
+        of(plain, max_share=[9]), "max_share is [9]; expected a maximum number of samples for each of 2 ranks"
+    )
+    loader = balanced(plain, loads=[1, 1], max_share=[100, 3])
     next(iter(loader))
     assert loader.shares == [5, 3]
 
@@ -185,8 +189,10 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(replace_a_layer, "got parameters within this epoch", "between epochs")
 
     # Streams
-    check_refused(stream_of(int, stream=None), 'stream="own"', 'stream="same"', "Stream is an IterableDataset")
-    check_refused(stream_of(int, stream="each"), "stream is 'each'", 'stream="same"')
+    check_refused(
+        stream_of(int, stream=None), 'stream="sharded"', 'stream="replicated"', "Stream is an IterableDataset"
+    )
+    check_refused(stream_of(int, stream="each"), "stream is 'each'", 'stream="replicated"')
     check_refused(stream_of(int, batch_size=None), "global_batch=")
     check_refused(stream_of(int, batch_size=None, global_batch=4), "batch is of type int", "cannot be cut")
     unequal = stream_of(lambda n: {"a": torch.zeros(n), "b": [0, 1]}, batch_size=None, global_batch=4)
@@ -196,14 +202,14 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(stream_of(lambda n: torch.tensor(n), batch_size=None, global_batch=4), "a tensor of 0 dimensions")
     check_refused(stream_of(lambda n: 1 // (7 - n)), "division")
     shifted: DataLoader[Any] = DataLoader(Stream(range(rank, 20), int), batch_size=4)
-    check_refused(lambda: list(balanced(shifted, stream="same")), "rank 1 read other samples", "the same seed")
+    check_refused(lambda: list(balanced(shifted, stream="replicated")), "rank 1 read other samples", "the same seed")
     empty: DataLoader[Any] = DataLoader(Stream(range(0 if rank else 9), int), batch_size=4)
-    check_refused(lambda: list(balanced(empty, stream="own")), "stream of rank 1 has no samples")
-    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="own")
+    check_refused(lambda: list(balanced(empty, stream="sharded")), "stream of rank 1 has no samples")
+    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="sharded")
     next(iter(resumed))
     resumed.load_state_dict(resumed.state_dict())
-    check_refused(lambda: list(resumed), 'behind 8 samples with stream="own"')
-    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="same")
+    check_refused(lambda: list(resumed), 'behind 8 samples with stream="sharded"')
+    resumed = balanced(DataLoader(Stream(range(20), int), batch_size=4), stream="replicated")
     next(iter(resumed))
     resumed.load_state_dict(resumed.state_dict())
     assert flat(epoch_of(resumed)) == list(range(8, 20))

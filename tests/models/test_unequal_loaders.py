@@ -268,24 +268,24 @@ def streams(comm: Communicator, path: str) -> None:
     rank = comm.rank
 
     own = list(range(120)) if not rank else list(range(1000, 1023))
-    batches = train_stream(own, "own", 30)
+    batches = train_stream(own, "sharded", 30)
     assert batches[:2] == [[0, 1, 2, 3, 4, 5, 1000, 1001], [6, 7, 8, 9, 10, 11, 1002, 1003]]
     assert len(batches) == 20  # 6 a step of the longer stream; the other one ends after 12
     assert sorted(flat(batches)) == [*range(120), *range(1000, 1023)]
     drops = DataLoader(Stream(own, int), batch_size=4, drop_last=True)
-    assert len(epoch_of(balanced(drops, stream="own"))) == 10  # rank 1's loader drops 3 samples of 23
-    assert len(train_stream(own, "own", 3)) == 3
+    assert len(epoch_of(balanced(drops, stream="sharded"))) == 10  # rank 1's loader drops 3 samples of 23
+    assert len(train_stream(own, "sharded", 3)) == 3
 
     numbers = list(range(163))
-    assert train_stream(numbers, "same", 30) == cut(numbers, 8)
-    loader = balanced(DataLoader(SizedStream(numbers, int), batch_size=4, drop_last=True), stream="same")
+    assert train_stream(numbers, "replicated", 30) == cut(numbers, 8)
+    loader = balanced(DataLoader(SizedStream(numbers, int), batch_size=4, drop_last=True), stream="replicated")
     for _ in range(2):
         assert epoch_of(loader) == cut(numbers, 8)[:20]
     assert len(loader) == 20
-    loader = balanced(DataLoader(SizedStream(numbers, int), batch_size=4), stream="same", global_batch=9)
+    loader = balanced(DataLoader(SizedStream(numbers, int), batch_size=4), stream="replicated", global_batch=9)
     assert len(loader) == len(epoch_of(loader)) == 19  # the last one has 1 sample for 2 ranks
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
-    loader = balanced(DataLoader(Stream(own, int), batch_size=4, **options), stream="own")
+    loader = balanced(DataLoader(Stream(own, int), batch_size=4, **options), stream="sharded")
     for _ in range(2):
         assert sorted(flat(epoch_of(loader))) == [*range(120), *range(1000, 1023)]
     del loader
@@ -296,7 +296,7 @@ def streams(comm: Communicator, path: str) -> None:
         return Named(a=numpy.asarray(part), b=Pair(part, part), c=None, d=[str(n) for n in part.tolist()])
 
     parts = []
-    loader = balanced(DataLoader(Stream(range(5), whole), batch_size=None), stream="same", global_batch=7)
+    loader = balanced(DataLoader(Stream(range(5), whole), batch_size=None), stream="replicated", global_batch=7)
     for batch in loader:
         assert type(batch) is Named
         assert batch["c"] is None
@@ -306,7 +306,7 @@ def streams(comm: Communicator, path: str) -> None:
 
     # Batches with as many parts as samples.
     for size in (1, 2, 3):
-        for kind in ("same", "own"):
+        for kind in ("replicated", "sharded"):
             triples = Stream(range(23), lambda n: (torch.tensor([n]), n, str(n)))
             taken = []
             for first, second, third in balanced(DataLoader(triples, batch_size=size), loads=[3, 1], stream=kind):
@@ -318,7 +318,7 @@ def streams(comm: Communicator, path: str) -> None:
     # Lists with a tensor for each sample are cut between samples, also in a last batch that is smaller.
     detection: DataLoader[Any] = DataLoader(Stream(range(14), int), batch_size=4, collate_fn=lists_of_tensors)
     seen = []
-    for images, targets in balanced(detection, stream="same"):
+    for images, targets in balanced(detection, stream="replicated"):
         assert len(images) == len(targets)
         assert all(image.shape[1] == 2 + int(image[0, 0]) % 3 for image in images)
         seen.append([int(image[0, 0]) for image in images])

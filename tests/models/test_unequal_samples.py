@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tokens of updates, without lengths": ("ddp", "tokens", {"loads": [3, 1], "accumulate": 4, "lengths": None}),
     "pool": ("ddp", "tokens", {"loads": [3, 1], "pool": 3}),
     "pool, accumulated": ("ddp", "normalized", {"loads": [1, 1], "pool": 4, "accumulate": 2}),
-    "memory": ("ddp", "samples", {"loads": [1, 1], "memory": [80, 1000]}),
+    "memory": ("ddp", "samples", {"loads": [1, 1], "max_share": [80, 1000]}),
 }
 
 
@@ -303,11 +303,11 @@ def streams() -> dict[str, Any]:
         loader: Any = DataLoader(stream, batch_size=BATCH, collate_fn=padded)
         return balanced(loader, lengths=length, **options)
 
-    same = made(range(SAMPLES), stream="same", loads=[1, 1])
+    same = made(range(SAMPLES), stream="replicated", loads=[1, 1])
     read = [(indices[: same.samples].tolist(), tokens.shape) for tokens, indices in same]
-    own = made(range(rank, SAMPLES, size), stream="own", budget=160, loads=[3, 1])
+    own = made(range(rank, SAMPLES, size), stream="sharded", budget=160, loads=[3, 1])
     filled = [(indices[: own.samples].tolist(), tokens.numel()) for tokens, indices in own if own.samples]
-    capped = made(range(rank, SAMPLES, size), stream="own", budget=160, loads=[3, 1], memory=[50, 1000])
+    capped = made(range(rank, SAMPLES, size), stream="sharded", budget=160, loads=[3, 1], max_share=[50, 1000])
     costs = [(tokens.numel(), capped.samples) for tokens, _ in capped if capped.samples]
     return {"same": gathered(read), "own": gathered(filled), "capped": gathered(costs)}
 
@@ -362,7 +362,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "accumulate alone": ({"accumulate": 2}, "accumulate is 2; expected lengths"),
     "accumulate of a sum": ({"accumulate": 2, "loss_reduction": "sum", "count": len}, "accumulate is 2; expected"),
     "pool of nothing": ({"lengths": LENGTHS, "pool": 0}, "pool is 0; expected a number of global batches"),
-    "budget": ({"lengths": LENGTHS, "budget": 100}, 'budget is 100; with stream="own" and lengths'),
+    "budget": ({"lengths": LENGTHS, "budget": 100}, 'budget is 100; with stream="sharded" and lengths'),
     "one rank's": ({"lengths": LENGTHS, "each": True}, "lengths is"),
 }
 

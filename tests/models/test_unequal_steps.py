@@ -284,8 +284,8 @@ def own_iterations(comm: Communicator, path: str) -> None:
     ]
     for user, wanted, length in cases:
         name, size = type(user).__name__, None if hasattr(user, "batch_size") else 8
-        check_refused(partial(balanced, user), name, 'stream="same"', "plain DataLoader")
-        loader = balanced(user, stream="same", global_batch=size)
+        check_refused(partial(balanced, user), name, 'stream="replicated"', "plain DataLoader")
+        loader = balanced(user, stream="replicated", global_batch=size)
         for _ in range(2):
             assert flat(epoch_of(loader)) == wanted, name
         if length is not None:
@@ -293,7 +293,9 @@ def own_iterations(comm: Communicator, path: str) -> None:
         else:
             with pytest.raises(TypeError, match="have no length"):
                 len(loader)
-    check_refused(partial(balanced, Pipeline(), stream="own"), "Pipeline is not a torch DataLoader", "global_batch=")
+    check_refused(
+        partial(balanced, Pipeline(), stream="sharded"), "Pipeline is not a torch DataLoader", "global_batch="
+    )
     dist.destroy_process_group()
 
 

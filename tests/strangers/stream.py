@@ -42,7 +42,7 @@ dataset = Shards()
 loader = DataLoader(dataset, batch_size=24 // world_size)
 model = utils.wrap(nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 4)))
 if world_size > 1:
-    loader = gangline.balance(model, loader, stream="same")
+    loader = gangline.balance(model, loader, stream="replicated")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 for epoch in range(2):

@@ -145,7 +145,7 @@ REFUSED = {
         refusal="PrefetchLoader",
     ),
     "out of memory under FSDP2": Row("out_of_memory", wrappers=("fsdp2",), refusal="DistributedDataParallel"),
-    "stream, kind not given": Row("stream", ((', stream="same"', ""),), refusal="stream="),
+    "stream, kind not given": Row("stream", ((', stream="replicated"', ""),), refusal="stream="),
     "rewrapped, loaders kept": Row(
         "rewrapped",
         (("    return loss\n", "    train_stage.loader = loader\n    return loss\n"),),
