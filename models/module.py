@@ -857,7 +857,7 @@ class Module:
             gathered = optimizer_state()
             optimizer_state = lambda: gathered  # noqa: E731
         may_differ = any(replicas.samples_seen) and (len(replicas.all) > 1 or self.workers.count > 1)
-        saved = checkpoint.Checkpoint(
+        saved = checkpoint.TrainingState(
             params=self.get_params(),
             position=asdict(run_state.position),
             step=run_state.step,
@@ -910,7 +910,7 @@ class Module:
             module._pending_optimizer_state = saved.require_optimizer_state()
         return module
 
-    def resume(self, saved: checkpoint.Checkpoint) -> None:
+    def resume(self, saved: checkpoint.TrainingState) -> None:
         """Restore the state of a checkpoint after `init_optimizer`; bitwise exact with equal contexts and workers.
 
         Collective, with the same checkpoint on all workers. The learning rate is restored unless this run's optimizer
@@ -924,7 +924,7 @@ class Module:
         with checkpoint.naming(saved.path):
             self._restore(saved.of_worker(self.workers.rank, self.workers.count))
 
-    def _restore(self, saved: checkpoint.Checkpoint) -> None:
+    def _restore(self, saved: checkpoint.TrainingState) -> None:
         optimizer, replicas = self._require_optimizer("resume()"), self.bound.replicas
         state = saved.require_optimizer_state()
         params = self._matched(saved.params, False, False)

@@ -55,8 +55,8 @@ _held: dict[Path, tuple[int, int]] = {}
 
 
 @dataclass(kw_only=True)
-class Checkpoint:
-    """A checkpoint that was read, or that one worker gives to `save`."""
+class TrainingState:
+    """State of training in a checkpoint: what was read, or what one worker gives to `save`."""
 
     path: Path | None = None
     """Its folder; None before it is written."""
@@ -81,10 +81,10 @@ class Checkpoint:
     stateful: dict[str, Any]
     run: str | None
     """Name of the run; see `RunState`, which also describes the two fields before."""
-    other_workers: list[Checkpoint] = field(default_factory=list)
+    other_workers: list[TrainingState] = field(default_factory=list)
     """The checkpoint as ranks 1 and up must resume it."""
 
-    def of_worker(self, rank: int, count: int) -> Checkpoint:
+    def of_worker(self, rank: int, count: int) -> TrainingState:
         """Return the checkpoint for one of ``count`` workers.
 
         Replica buffers and compression residuals are left out if it was written by another number of workers.
@@ -107,7 +107,7 @@ class Checkpoint:
 
 
 def save(
-    saved: Checkpoint,
+    saved: TrainingState,
     prefix: str | Path,
     epoch: int | str,
     workers: Workers,
@@ -137,7 +137,7 @@ def save(
     workers.run_on_first(write, _SAVE)
 
 
-def _write(saved: Checkpoint, prefix: str | Path, epoch: int | str, parts: list[Any]) -> None:
+def _write(saved: TrainingState, prefix: str | Path, epoch: int | str, parts: list[Any]) -> None:
     """Write the files, with each worker's plain data, buffers and residuals."""
     optimizer, save_id = saved.optimizer_state, saved.id
     tensors = {f"{_OPTIMIZER}{name}": tensor for name, tensor in optimizer.tensors.items()} if optimizer else {}
@@ -227,7 +227,7 @@ def newest_of_run(prefixes: Iterable[str], run: str) -> tuple[str, int] | None:
     return max(found, key=lambda one: one[0])[1:] if found else None
 
 
-def read(prefix: str | Path, epoch: int | str) -> Checkpoint:
+def read(prefix: str | Path, epoch: int | str) -> TrainingState:
     """Read the checkpoint with a number, or "best"."""
     while True:
         place = existing(prefix, epoch)
@@ -251,7 +251,7 @@ def _identity(place: Path | None) -> tuple[Path, int, int] | None:
     return None
 
 
-def _read(place: Path) -> Checkpoint:
+def _read(place: Path) -> TrainingState:
     content = _read_description(place)
     both = [(place / name, *files.load(place / name)) for name in (_WEIGHTS, _STATE)]
     expected = content.get("tensors", [len(tensors) for _, tensors, _ in both])  # earlier versions lack them
@@ -280,12 +280,12 @@ def naming(path: Path | None) -> Iterator[None]:
 
 def _assemble(
     place: Path, content: dict[str, Any], params: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
-) -> Checkpoint:
+) -> TrainingState:
     optimizer = None
     if content["optimizer"] is not None:
         optimizer = OptimizerState.from_parts(content["optimizer"], _with_prefix(tensors, _OPTIMIZER))
     first, *others = [
-        Checkpoint(
+        TrainingState(
             path=place,
             id=content["id"],
             params=params,

@@ -183,7 +183,7 @@ class Epochs:
         self,
         begin_epoch: int,
         skip: int,
-        saved: checkpoint.Checkpoint | None,
+        saved: checkpoint.TrainingState | None,
         kept: Mapping[str, Any] | None = None,
     ) -> str:
         """Train from batch ``skip`` of an epoch on; return the reason for the end.
@@ -213,7 +213,7 @@ class Epochs:
             saver.save_at_end(self.options.num_epoch)
         return ALL_EPOCHS
 
-    def _begin_epoch(self, epoch: int, skip: int, saved: checkpoint.Checkpoint | None) -> Iterator[Any]:
+    def _begin_epoch(self, epoch: int, skip: int, saved: checkpoint.TrainingState | None) -> Iterator[Any]:
         """Return this worker's shares of the batches, and record the state for a checkpoint within the epoch."""
         module, train = self.module, self.train
         run_state = module.run_state

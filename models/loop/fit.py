@@ -144,7 +144,7 @@ def _run(
     validation: EvalMetric,
     callbacks: Callbacks,
     options: FitOptions,
-    saved: checkpoint.Checkpoint | None,
+    saved: checkpoint.TrainingState | None,
 ) -> str:
     """Check the rest, resume, and run the epochs."""
     savers = callbacks.savers
@@ -242,7 +242,7 @@ def _check_elastic(module: Module, train: Source, options: FitOptions) -> None:
 
 
 def _begin_elastic(
-    workers: ElasticWorkers, module: Module, per_epoch: int | None, saved: checkpoint.Checkpoint | None, epoch: int
+    workers: ElasticWorkers, module: Module, per_epoch: int | None, saved: checkpoint.TrainingState | None, epoch: int
 ) -> tuple[int, int, int]:
     """Return the epoch, batches to skip in it, and the step at which this worker begins."""
     assert per_epoch is not None  # the samples of each batch are chosen here
@@ -274,7 +274,7 @@ def _log_beginning(
     module: Module,
     savers: Iterable[Checkpoint],
     options: FitOptions,
-    saved: checkpoint.Checkpoint | None,
+    saved: checkpoint.TrainingState | None,
     begin_epoch: int,
     skip: int,
 ) -> None:
@@ -360,7 +360,7 @@ def _stateful(callbacks: Iterable[Any], scheduler: Schedule | DrivenScheduler | 
     return found
 
 
-def _load_stateful(module: Module, saved: checkpoint.Checkpoint) -> None:
+def _load_stateful(module: Module, saved: checkpoint.TrainingState) -> None:
     """Restore scheduler and callbacks; callbacks that keep the best also read ``PREFIX-best``, to not worsen it.
 
     Collective.
@@ -393,7 +393,7 @@ def _own_checkpoint(savers: list[Checkpoint], run: str | None) -> tuple[str, int
     return checkpoint.newest_of_run((str(saver.prefix) for saver in savers if saver.save_optimizer_states), run)
 
 
-def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.Checkpoint | None:
+def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpoint.TrainingState | None:
     if resume is None:
         return None
     if isinstance(resume, tuple):
@@ -411,7 +411,7 @@ def _read_checkpoint(resume: Resume | None, savers: list[Checkpoint]) -> checkpo
     return None
 
 
-def _resumed_position(module: Module, train: Source, saved: checkpoint.Checkpoint) -> tuple[int, int]:
+def _resumed_position(module: Module, train: Source, saved: checkpoint.TrainingState) -> tuple[int, int]:
     """Return the epoch to resume in, and the number of its batches to skip; this run must read it in the same way."""
     wrote, are = len(saved.other_workers) + 1, module.workers.count
     position = Position(**saved.of_worker(module.workers.rank, are).position)

@@ -76,7 +76,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     save = checkpoint.save
 
-    def record(saved: checkpoint.Checkpoint, prefix: Path, epoch: Any, workers: Workers, state: Any) -> None:
+    def record(saved: checkpoint.TrainingState, prefix: Path, epoch: Any, workers: Workers, state: Any) -> None:
         found.append((saved.step, epoch))
         save(saved, prefix, epoch, workers, state)
 
