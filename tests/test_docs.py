@@ -36,7 +36,7 @@ LAUNCHING = [
     )
 ]
 
-LONG = {"images", "monitoring", "clusters", "coming-from-mxnet", "devices", "own-network", "backend"}
+LONG = {"images", "monitoring", "clusters", "coming-from-mxnet", "devices", "own-network", "backend", "language-models"}
 """Pages whose examples train or start processes."""
 
 
