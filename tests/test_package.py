@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pydoc
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+import gangline
 from tests.programs import ROOT
 
 OURS = ("bench", "collectives", "kvstore", "models")
@@ -234,3 +237,9 @@ from mypy.main import process_options
 sources, _ = process_options([])
 print("\\n".join(source.path for source in sources))
 """
+
+
+def test_help_of_balance_shows_its_arguments() -> None:
+    text = pydoc.render_doc(gangline.balance, renderer=pydoc.plaintext)
+    assert "balance(model: " in text
+    assert all(f"{name}: " in text for name in inspect.signature(gangline.BalancedLoader).parameters)

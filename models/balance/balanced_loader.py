@@ -60,15 +60,10 @@ class BalancedLoader:
     """
 
     _trains_as_read = True  # the loop trains each batch before it asks for the next
-    _evaluation_type: Any = None  # set by the module of evaluation, through which packages import this class
+    _evaluation_type: Any = None  # set by the module of evaluation, in which `balance` is
     _sampler_type = ShareSampler
     _timer_type: Callable[..., RankTimer] = RankTimer
     _shared_exchange: RankExchange | None = None  # of the training that an evaluation is part of
-
-    def __new__(cls, model: Any, *_: Any, **__: Any) -> BalancedLoader:
-        """Create a loader for evaluation if there is no model to train."""
-        kind: type[BalancedLoader] = cls._evaluation_type if model is None and cls is BalancedLoader else cls
-        return super().__new__(kind)
 
     def __init__(
         self,

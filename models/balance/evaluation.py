@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from inspect import cleandoc, signature
+from typing import Any, ParamSpec
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +19,7 @@ from gangline.models.balance.rank_exchange import group_of
 from gangline.models.balanced_batch import BalancedBatch, evaluated
 from gangline.models.rank_timer import RankTimer
 
+_P = ParamSpec("_P")
 _OPTIONS = ["loads", "global_batch", "max_share", "lengths", "padding"]  # of `balance`
 
 
@@ -108,4 +110,20 @@ def _check_step(optimizer: Optimizer, *_: object) -> None:
 
 
 BalancedLoader._evaluation_type = EvaluationLoader
-balance = BalancedLoader  # the name by which programs create it
+
+
+def _creator(create: Callable[_P, BalancedLoader]) -> Callable[_P, BalancedLoader]:
+    """Return the function that programs call: with a network it creates a loader that trains it."""
+    of_evaluation: Any = EvaluationLoader
+
+    def balance(*args: _P.args, **options: _P.kwargs) -> BalancedLoader:
+        model = args[0] if args else options.get("model")
+        return create(*args, **options) if model is not None else of_evaluation(*args, **options)
+
+    balance.__doc__ = f"{cleandoc(BalancedLoader.__doc__ or '')}\n\n{cleandoc(BalancedLoader.__init__.__doc__ or '')}"
+    balance.__qualname__ = "balance"
+    setattr(balance, "__signature__", signature(create).replace(return_annotation=BalancedLoader))  # noqa: B010  for help()
+    return balance
+
+
+balance = _creator(BalancedLoader)
