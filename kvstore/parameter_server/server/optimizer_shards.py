@@ -90,16 +90,15 @@ def read_spec(payload: bytes) -> OptimizerSpec:
 
 
 class ShardOptimizers:
-    """Optimizer of a group of a server's shards: one instance per thread, so that threads need no locks."""
+    """Optimizer of a group of a server's shards: one instance per shard, so that threads need no locks."""
 
-    def __init__(self, spec: OptimizerSpec, threads: int, number: int = 0) -> None:
+    def __init__(self, spec: OptimizerSpec, number: int = 0) -> None:
         self.number = number
         """Number of the group."""
         self.rates: dict[int, float] = {}
         """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self._spec = spec
-        own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(threads)]
-        self._of_threads = [KeyedOptimizer(one) for one in own]
+        self._of_shards: dict[int, KeyedOptimizer] = {}
         self._kept: dict[int, tuple[Shard, Tensor | RowSparse, float]] = {}  # shard number -> shard, sum, L2 norm
 
     @property
@@ -162,9 +161,10 @@ class ShardOptimizers:
         """Return the state of a shard, which updates change: tensors and plain values by name."""
         return self._optimizer_of(shard).state_of(shard.number)
 
-    def restore(self, shard: Shard, state: Mapping[str, Any]) -> None:
-        """Set the state of a shard; tensors are not copied."""
+    def restore(self, shard: Shard, state: Mapping[str, Any], learning_rate: float) -> None:
+        """Set the state of a shard, whose tensors are not copied, and the learning rate of its last update."""
         self.state_of(shard).update(state)
+        self._optimizer_of(shard).learning_rate = learning_rate
 
     def replace_state(self, shard: Shard, state: dict[str, Any]) -> None:
         """Replace the state of a shard, in its thread; tensors are not copied."""
@@ -176,17 +176,13 @@ class ShardOptimizers:
 
     def learning_rate_of(self, shard: Shard) -> float:
         """Return the learning rate of a shard's last update, before lr_mult."""
-        return self._of_threads[shard.thread].learning_rate
-
-    def set_learning_rate(self, thread: int, learning_rate: float) -> None:
-        """Set the learning rate of the shards of a thread, as of their last update."""
-        self._of_threads[thread].learning_rate = learning_rate
+        return self._optimizer_of(shard).learning_rate
 
     def state(self, shards: Sequence[Shard]) -> tuple[bytes, list[Tensor]]:
         """Return the state of the first of these shards, as many as fit a message and at least one: see `StatePart`."""
         part = StatePart()
         for shard in shards:
-            state = self._optimizer_of(shard).state_of(shard.number)
+            state = self.state_of(shard)
             if not part.takes(shard.number, shard.key, state):
                 break
         return part.packed()
@@ -194,24 +190,22 @@ class ShardOptimizers:
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> list[Shard]:
         """Replace the state of some shards, which are returned; ValueError if it does not fit."""
         _, name, part = msgpack.unpackb(payload)
+        OptimizerState(name, 0.0, 0.0, {}, {}, {}).check(self.name, {})
         numbers, plain, tensors = unpack_part(part, datas)
-        state = OptimizerState(name, 0.0, 0.0, {}, tensors, plain)
-        loaded = [shards[number] for number in numbers]
-        for shard in loaded:
-            self._optimizer_of(shard)
-        for thread, optimizer in enumerate(self._of_threads):
-            mine = {shard.number: list(shard.weight.shape) for shard in loaded if shard.thread == thread}
-            if mine:
-                shapes = {json.dumps(number): shape for number, shape in mine.items()}
-                optimizer.load_state(replace(state.of_keys(mine.__contains__), shapes=shapes), mine)
-        return loaded
+        states: dict[int, dict[str, Any]] = {number: {} for number in numbers}
+        for path, value in [*plain.items(), *tensors.items()]:
+            number, _, entry = path.rpartition("/")
+            states[int(number)][entry] = value
+        for number, state in states.items():
+            self._optimizer_of(shards[number]).restore(number, state)
+        return [shards[number] for number in numbers]
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
-        optimizer = self._of_threads[shard.thread]
-        lr_mult, wd_mult = self._spec.factors(shard.key)
-        optimizer.spec.lr_mult[shard.number] = lr_mult
-        if not isinstance(optimizer.spec.wd_mult, str):
-            optimizer.spec.wd_mult[shard.number] = wd_mult
+        optimizer = self._of_shards.get(shard.number)
+        if optimizer is None:
+            factors = [{shard.number: factor} for factor in self._spec.factors(shard.key)]
+            own = replace(self._spec, clip_global_norm=None, lr_mult=factors[0], wd_mult=factors[1])
+            optimizer = self._of_shards[shard.number] = KeyedOptimizer(own)
         optimizer.add(shard.number, shard.weight)
         return optimizer
 
@@ -260,8 +254,7 @@ def unpack_part(payload: bytes, datas: Iterable[Tensor]) -> tuple[list[int], dic
 class Optimizers:
     """The optimizers of a server, by the number of their group; 0: of all shards outside of the other groups."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self.all: dict[int, ShardOptimizers] = {}
         self._numbers: dict[Key, int] = {}
 
@@ -269,7 +262,7 @@ class Optimizers:
         """Set the optimizer that `pack_group` has serialised, in place of the group's former one; return its number."""
         number, keys, packed = msgpack.unpackb(payload)
         spec = read_spec(packed)
-        new = ShardOptimizers(spec, self._threads, int(number))
+        new = ShardOptimizers(spec, int(number))
         new.rates = {0: float(spec.arguments["lr"])}
         others = {key: group for key, group in self._numbers.items() if group != number}
         self._numbers = others | dict.fromkeys(keys or (), new.number)

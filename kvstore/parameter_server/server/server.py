@@ -201,7 +201,7 @@ class Server:
             if self._commands and not self._rounds.is_held and self._rounds.are_settled():
                 self._run_commands()
                 self._sessions.flush()
-            if not self._rounds.has_changes:
+            if not self._rounds.changed:
                 return
 
     def _end_hold(self) -> None:
@@ -215,7 +215,7 @@ class Server:
         present = {worker.rank for worker in self._sessions.workers.values() if worker.identity in self._repeated}
         if present.union(out) >= self._rounds.ranks():
             self._rounds.is_held = False
-            self._rounds.mark_changed(self._rounds.shards.values())
+            self._rounds.changed.update(self._rounds.shards.values())
 
     # Messages
 
@@ -623,7 +623,7 @@ class Server:
                 return msgpack.packb(rounds.rounds_of(worker.rank)), []
             case "join":
                 rounds.joined.add(worker.rank)
-                rounds.mark_changed(rounds.shards.values())
+                rounds.changed.update(rounds.shards.values())
             case "resume":
                 rounds.joined.discard(worker.rank)
                 for one in rounds.optimizers.all.values() if worker.rank else ():
