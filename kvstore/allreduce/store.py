@@ -299,11 +299,7 @@ class AllReduceStore(LocalStore):
             self._replace([(key, [total]) for key, total in sums], {})
 
     def _share_updates(
-        self,
-        owners: Owners,
-        keys: Sequence[Key],
-        flat: torch.Tensor | None = None,
-        runs: Sequence[Run] | None = None,
+        self, owners: Owners, keys: Sequence[Key], flat: torch.Tensor | None = None, runs: Sequence[Run] | None = None
     ) -> None:
         """Copy the weights of keys, or of a flat tensor, from their owners to all workers. Collective."""
         with self._workers.communicator() as communicator:

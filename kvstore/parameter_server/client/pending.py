@@ -125,16 +125,11 @@ def request_all(servers: ServerClient, requests: Sequence[Request], what: str) -
 
 
 def command(
-    servers: ServerClient,
-    name: str,
-    payload: bytes | Mapping[int, tuple[bytes, Sequence[Tensor]]] = b"",
+    servers: ServerClient, name: str, payload: bytes | Mapping[int, tuple[bytes, Sequence[Tensor]]] = b""
 ) -> list[tuple[bytes, list[Tensor]]]:
     """Run a command on servers and return payload and tensors of each result, in rank order.
 
-    Args:
-        servers: connections.
-        name: of the command.
-        payload: for all servers; or payload and tensors by rank, for some.
+    ``payload`` is for all servers, or payload and tensors by rank for some.
     """
     results: dict[int, tuple[bytes, list[Tensor]]] = {}
     if isinstance(payload, bytes):

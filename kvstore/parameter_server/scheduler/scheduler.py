@@ -17,7 +17,6 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
-from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
@@ -82,7 +81,6 @@ class Scheduler:
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn, self._restart_limit = bounds.stall_warn, bounds.restart_limit
         self._listener = Listener(resolved(host), port=port)
-        self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
         self._waiting: dict[int, tuple[str, int]] = {}
@@ -190,10 +188,10 @@ class Scheduler:
             self.rejected += 1
             if isinstance(error, protocol.VersionError) and identity not in self._state.members:  # it gets ours
                 self._listener.send(identity, [protocol.pack(protocol.Rejected(ValueError.__name__, str(error)))])
-            self._refusals.warn("the scheduler drops a message: %s", error)
+            self._listener.refusals.warn("the scheduler drops a message: %s", error)
         except Exception:  # noqa: BLE001  the other members must not lose the scheduler by one message
             self.rejected += 1
-            self._refusals.warn("the scheduler drops a message of %d frames", len(frames), exc_info=True)
+            self._listener.refusals.warn("the scheduler drops a message of %d frames", len(frames), exc_info=True)
 
     def _handle(self, member: Member, message: Message) -> None:
         if member.why and not isinstance(message, protocol.Leave):  # counted as dead, for example after it was stopped

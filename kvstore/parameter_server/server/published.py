@@ -19,7 +19,6 @@ import torch
 
 from gangline.collectives.errors import MismatchError, StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import MAX_PARTS, PART_BYTES, Attach, Detached, Part, Read, Want
 from gangline.kvstore.parameter_server.server.shards import Shard, Slot
@@ -168,7 +167,6 @@ class Readers:
         published.on_whole = self._answer_all
         self._readers: dict[bytes, _Reader] = {}
         self._dropped: dict[bytes, str] = {}  # reasons of the last ones, by identity
-        self._refusals = RefusalLog()
         self._limit = limits().heartbeat_limit
         self._yielded_at = self._next_at = 0.0  # `time.monotonic` seconds
 
@@ -269,7 +267,7 @@ class Readers:
 
     def _drop(self, reader: _Reader, why: str) -> None:
         text = f"server {self._rank} has dropped reader {reader.name}: {why}"
-        self._refusals.warn("%s", text)
+        self._listener.refusals.warn("%s", text)
         self._forget(reader)
         if self._listener.is_full(reader.identity):
             self._dropped[reader.identity] = text  # it is told when it attaches again

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
-from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.arguments import available_memory
 from gangline.kvstore.compression import Compression, parse
@@ -74,7 +73,6 @@ class Server:
         self._commands: list[tuple[WorkerSession, protocol.Command, list[memoryview]]] = []
         self._early: dict[bytes, protocol.Hello] = {}  # of processes not yet announced by the scheduler
         self._fenced: set[bytes] = set()
-        self._refusals = RefusalLog()
         self.rejected = 0
         """Number of invalid messages."""
         self._received_bytes = 0  # of pushes
@@ -99,11 +97,7 @@ class Server:
         counters = {"rounds": rounds, "received_bytes": self._received_bytes, "sent_bytes": sent}
         if versions := self._rounds.published.numbers:
             counters |= {"version": versions[-1], "read_bytes": self._readers.sent_bytes}
-        return {
-            "part": "server",
-            "counters": counters,
-            "waits": self._rounds.waits(),
-        }
+        return {"part": "server", "counters": counters, "waits": self._rounds.waits()}
 
     def _restore(self, kept: KeptMemory) -> None:
         """Restore the state that this server kept before its restart."""
@@ -256,7 +250,7 @@ class Server:
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
         is_expected = isinstance(error, (ProtocolError, MismatchError, DeadNodeError))
-        self._refusals.warn(
+        self._listener.refusals.warn(
             "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
         )
         text = text[: 1 << 16] if is_expected else text_with_traceback(text, error)

@@ -63,7 +63,8 @@ class Listener:
         key = required_key(host)
         self._process = b"" if port is not None else secrets.token_hex(4).encode()  # at the end of ZeroMQ's identities
         self._spin_seconds = SPIN_SECONDS if port is None else 0.0  # a scheduler is idle
-        self._refusals = RefusalLog()
+        self.refusals = RefusalLog()
+        """For warnings about messages and connections."""
         self.rejected = 0
         """Number of connections closed because they did not carry messages."""
         self._streams: dict[int, UnixStream] = {}  # by descriptor
@@ -290,7 +291,7 @@ class Listener:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                self._refusals.warn("no process can connect at present: %s", error.strerror)
+                self.refusals.warn("no process can connect at present: %s", error.strerror)
                 self._poller.remove(listener.descriptor)  # it would be reported without end
                 self._accepts_at = time.monotonic() + _RETRY_SECONDS
                 return
@@ -310,7 +311,7 @@ class Listener:
 
     def _reject(self, error: Exception) -> None:
         self.rejected += 1
-        self._refusals.warn("closed a connection: %s", error)
+        self.refusals.warn("closed a connection: %s", error)
 
     def _close_idle_strangers(self) -> None:
         until = time.monotonic() - _ADMISSION_SECONDS
