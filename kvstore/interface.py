@@ -1106,8 +1106,7 @@ class KVStore(abc.ABC):
     # Checks
 
     _when_closed = "create a new one"
-    _takes_tables = False
-    """True if `_init` takes a `RowSparse` as well."""
+    _takes_tables = False  # True if `_init` takes a `RowSparse` as well
 
     def _check_open(self) -> None:
         if self._closed:

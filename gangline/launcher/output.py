@@ -9,11 +9,9 @@ import select
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_LONGEST = 1 << 20
-"""Maximum bytes of a line, to bound memory; longer lines are broken."""
+_LONGEST = 1 << 20  # maximum bytes of a line, to bound memory; longer lines are broken
 _END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")  # of a line; a trailing \r may be half of \r\n
-_MESSAGE = b"\x1e"
-"""Prefix of messages for the launcher: ASCII's record separator."""
+_MESSAGE = b"\x1e"  # prefix of messages for the launcher: ASCII's record separator
 
 
 @dataclass(eq=False, slots=True)

@@ -27,8 +27,7 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key
 
-_PIECE = 4 << 20
-"""Bytes that are read or written at once."""
+_PIECE = 4 << 20  # bytes that are read or written at once
 _DTYPES = {name: dtype for dtype, name in files.DTYPES.items()}
 
 

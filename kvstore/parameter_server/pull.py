@@ -23,8 +23,7 @@ from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import region_of
 from gangline.kvstore.sparse import RowSparse, write_rows
 
-_MESSAGE_BYTES = 8 << 20
-"""Bytes of shards that one message requests."""
+_MESSAGE_BYTES = 8 << 20  # bytes of shards that one message requests
 
 _number_of = itemgetter(0)
 Handler = Callable[[Values, list[Tensor]], bool]

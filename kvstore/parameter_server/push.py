@@ -31,10 +31,8 @@ from gangline.kvstore.sparse import RowSparse, summed
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _REASON_BYTES = 1024
-_MESSAGE_BYTES = 4 << 20
-"""Bytes of shards that share one message."""
-_DEFINE_BYTES = 16 << 20
-"""Bytes of initial values that share one message."""
+_MESSAGE_BYTES = 4 << 20  # bytes of shards that share one message
+_DEFINE_BYTES = 16 << 20  # bytes of initial values that share one message
 
 
 @dataclass(slots=True)

@@ -28,8 +28,7 @@ _LARGEST_OF_TABLE = 8 << 30
 _SMALLEST = 1 << 18
 _PER_SERVER = 4
 """Shards of a key per server, unless they would be smaller than `_SMALLEST`; of a table one, which all calls reach."""
-_PARTS = 64
-"""Parts of a table per server of unequal ones, by which it gets its share."""
+_PARTS = 64  # parts of a table per server of unequal ones, by which it gets its share
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ from gangline.kvstore.torch_hooks import watch_torch
 _log = logging.getLogger("gangline")
 _grad, _layout = attrgetter("grad"), attrgetter("layout")
 _data_ptr, _stride = methodcaller("data_ptr"), methodcaller("stride")
-_ROWS = "sparse rows"
-"""Name of a collective call."""
-_Place = tuple[int, tuple[int, ...]]
-"""Address and strides of a tensor."""
+_ROWS = "sparse rows"  # name of a collective call
+_Place = tuple[int, tuple[int, ...]]  # address and strides of a tensor
 Parameters = Mapping[Any, torch.Tensor]
 """Trained parameters of a replica, by `Key`."""
 

@@ -23,8 +23,7 @@ from gangline.kvstore.allreduce.store import CopyResult, Owned, with_owners
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 
-_MAX_PENDING_REDUCTIONS = 2
-"""Maximum number of concurrent gradient reductions."""
+_MAX_PENDING_REDUCTIONS = 2  # maximum number of concurrent gradient reductions
 _MAX_GRADIENT_GROUPS = 511
 """Maximum number of groups of gradients: one bit each in the header of a copy."""
 

@@ -40,8 +40,7 @@ from gangline.kvstore.restart_variables import IF_POSSIBLE, LEAVING, PROCESS_RES
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _LEAVE_SECONDS = 5.0
-_NOTICE_SECONDS = 5.0
-"""Time after which a process logs what it waits for if the job has not begun."""
+_NOTICE_SECONDS = 5.0  # time after which a process logs what it waits for if the job has not begun
 _CONFIRM_SECONDS = 1.0
 """Time for a lost connection to recover before checking whether the scheduler still listens."""
 _WITHDRAW_SECONDS = 1.0

@@ -39,8 +39,7 @@ _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
 """Maximum bytes in flight to a server. Priorities only order unsent requests."""
 
-_MAX_QUEUED = 256 << 20
-"""Bytes of unsent requests beyond which `wait_for_room` blocks."""
+_MAX_QUEUED = 256 << 20  # bytes of unsent requests beyond which `wait_for_room` blocks
 
 _TICK_MS = 100
 _WATCH_SECONDS = 0.5

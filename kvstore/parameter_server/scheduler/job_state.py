@@ -18,16 +18,14 @@ from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.scheduler.views import Views
 
-_KEPT = 4
-"""Number of results kept for workers that lost them with their connection."""
+_KEPT = 4  # number of results kept for workers that lost them with their connection
 
 _RECORDED = 1024
 """Number of collectives of a round whose results are kept for restarted workers: the first and the last two rounds."""
 _RECORDED_BYTES = 256 << 20
 """Bytes of results that are kept for them; without its results a restarted worker fails."""
 
-_MAX_OPEN = 64
-"""Number of collectives that a worker may be in at once."""
+_MAX_OPEN = 64  # number of collectives that a worker may be in at once
 
 _ALIKE = 1.5
 """Servers are placed as equal ones unless one has this many times the free memory of another."""

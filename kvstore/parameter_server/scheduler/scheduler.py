@@ -43,12 +43,9 @@ _TICK_MS = 100
 _MAX_MESSAGE = protocol.MAX_COLLECTIVE + protocol.MAX_HEADER
 _CONFIRM_SECONDS = 1.0
 """Time without messages after which a process of another host that closed its connection counts as dead."""
-_STATE_SECONDS = 0.3
-"""Interval of checks of the processes of this host."""
-_NAME = 4096
-"""Maximum characters of a call's name in `Waiting`."""
-_LEAVE_SECONDS = 10.0
-"""Time for servers to leave once all workers have."""
+_STATE_SECONDS = 0.3  # interval of checks of the processes of this host
+_NAME = 4096  # maximum characters of a call's name in `Waiting`
+_LEAVE_SECONDS = 10.0  # time for servers to leave once all workers have
 
 
 class Scheduler:

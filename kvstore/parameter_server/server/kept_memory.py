@@ -39,8 +39,7 @@ _THREADS = 1024
 _UNDO_BYTES = 64
 _BEGIN = _UNDO + _THREADS * _UNDO_BYTES
 _RECORD_BYTES = 64
-_LOOP = 8192
-"""Bytes that are copied in the time that another range takes."""
+_LOOP = 8192  # bytes that are copied in the time that another range takes
 
 
 class Record:

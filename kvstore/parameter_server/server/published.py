@@ -25,15 +25,12 @@ from gangline.kvstore.parameter_server.server.shards import Shard, Slot
 from gangline.kvstore.parameter_server.transport.listener import Listener
 
 _log = logging.getLogger("gangline")
-_KEPT = 2
-"""Number of whole versions that are kept."""
+_KEPT = 2  # number of whole versions that are kept
 _MOST_READERS = 256
 _IDLE_SECONDS = 0.002
 """Time after the last message of a worker from which on parts are sent at once."""
-_SHARE = 20
-"""Before that they are sent a twentieth of the time."""
-_TURN_SECONDS = 0.0003
-"""Time for parts between two looks at other messages."""
+_SHARE = 20  # before that they are sent a twentieth of the time
+_TURN_SECONDS = 0.0003  # time for parts between two looks at other messages
 
 
 @dataclass(eq=False)

@@ -28,8 +28,7 @@ from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
 _value_of = attrgetter("value")  # calls no Python, as a small push makes few calls
-_BLOCKED_SECONDS = 0.05
-"""Interval of checks for workers that wait for each other."""
+_BLOCKED_SECONDS = 0.05  # interval of checks for workers that wait for each other
 
 
 class ShardRounds:

@@ -43,12 +43,9 @@ _log = logging.getLogger("gangline")
 _TICK_MS = 200
 _READ_MS = 2
 """Interval of looks at what workers have read, while that stops a round or their values."""
-_LOOK_SECONDS = 0.05
-"""Interval of checks of waits while messages arrive."""
-_EARLY = 64
-"""Number of workers that may send Hello before the scheduler has announced them."""
-_LAST_SECONDS = 5.0
-"""Time for readers to pull the last version once the workers have left."""
+_LOOK_SECONDS = 0.05  # interval of checks of waits while messages arrive
+_EARLY = 64  # number of workers that may send Hello before the scheduler has announced them
+_LAST_SECONDS = 5.0  # time for readers to pull the last version once the workers have left
 _SMALL_MESSAGES = 64 << 20
 _PER_MESSAGE = 9
 """Maximum bytes of a message beyond the above, in multiples of all shards' bytes (numbers of rows of one byte)."""

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from gangline.collectives.transports.shm.segments import Words
 
-_FEW = 8
-"""Rows are copied one by one if they are less than this fraction of a shard."""
+_FEW = 8  # rows are copied one by one if they are less than this fraction of a shard
 
 
 @dataclass(slots=True)

@@ -37,8 +37,7 @@ _STRANGERS = 128
 """Number of Unix streams of processes that are not admitted; the oldest is closed for one more."""
 _ACCEPTED = 64
 """Number of Unix streams accepted at a time, so that each is read before as many others replace it."""
-_ADMISSION_SECONDS = 10.0
-"""Time for a process to be admitted after it has connected."""
+_ADMISSION_SECONDS = 10.0  # time for a process to be admitted after it has connected
 _MAX_IDENTITY = 64
 _SENDING_BYTES = 64 << 20
 """Bytes in ZeroMQ's hands beyond which a peer counts as one that does not read."""
