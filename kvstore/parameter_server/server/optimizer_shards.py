@@ -63,8 +63,8 @@ class Definition:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def pack_spec(spec: OptimizerSpec) -> bytes:
-    """Serialise an optimizer of torch.optim: servers import nothing by a name received over the network."""
+def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
+    """Serialise the optimizer, of torch.optim, of a group: servers import nothing by a name from the network."""
     if not spec.is_known_class:
         raise ValueError(
             f"optimizer {spec.optimizer_class.__module__}.{spec.optimizer_class.__qualname__} is not of torch.optim, "
@@ -73,16 +73,11 @@ def pack_spec(spec: OptimizerSpec) -> bytes:
     thresholds = {name: getattr(spec, name) for name in THRESHOLDS}
     arguments = {**spec.arguments, "rescale_grad": spec.rescale_grad, **thresholds}
     factors = [list(one.items()) if isinstance(one, Mapping) else one for one in (spec.lr_mult, spec.wd_mult)]
-    return bytes(msgpack.packb([spec.name, arguments, *factors]))
-
-
-def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
-    """Serialise the optimizer of a group of keys, as `OptimizerGroup`."""
-    return bytes(msgpack.packb([number, keys, pack_spec(spec)]))
+    return bytes(msgpack.packb([number, keys, msgpack.packb([spec.name, arguments, *factors])]))
 
 
 def read_spec(payload: bytes) -> OptimizerSpec:
-    """Read the result of `pack_spec`; ValueError or TypeError if it is not a valid optimizer."""
+    """Read the optimizer in the result of `pack_group`; ValueError or TypeError if it is not a valid one."""
     name, arguments, lr_mult, wd_mult = msgpack.unpackb(payload)
     ours = {"lr_mult": lr_mult, "wd_mult": wd_mult}
     factors = {argument: value if isinstance(value, str) else dict(value) for argument, value in ours.items() if value}

@@ -55,11 +55,7 @@ class ThreadPool:
     def run(self, thread: int, nbytes: int, work: Callable[[], None], then: Callable[[str], None]) -> None:
         """Run work in a thread, then call ``then`` in the main thread with the error text ("": success).
 
-        Args:
-            thread: index of the thread.
-            nbytes: bytes that the work touches; little work runs immediately in the main thread.
-            work: called in the thread.
-            then: called by `run_callbacks`, or immediately if the work ran immediately.
+        Work that touches few bytes runs immediately in the main thread; else `run_callbacks` calls ``then``.
         """
         if nbytes <= _INLINE and not self._running[thread]:
             then(_problem_of(work))
