@@ -95,8 +95,9 @@ class KVStore(abc.ABC):
       current stream.
 
     Raises, in all calls: KeyError for a key that was not initialised; ValueError for a wrong shape, dtype or option;
-    TypeError for a wrong Python type; RuntimeError after `close`; and in stores of several processes GanglineError if
-    a worker or server is dead, late or makes a different call.
+    TypeError for a wrong Python type; RuntimeError after `close`, and in a call for one optimizer if there is none, or
+    there are several and it names no group; and in stores of several processes GanglineError if a worker or server is
+    dead, late or makes a different call.
 
     Attributes:
         type: name under which the store was created.
@@ -627,11 +628,7 @@ class KVStore(abc.ABC):
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's learning rate.
-
-        Raises:
-            RuntimeError: without an optimizer, or with several.
-        """
+        """The only optimizer's learning rate."""
         return self.learning_rate_of(None)
 
     def learning_rate_of(self, group: OptimizerGroup | None) -> float:
@@ -650,7 +647,6 @@ class KVStore(abc.ABC):
         Raises:
             TypeError: if it is not a number.
             ValueError: if it is negative, NaN or infinite.
-            RuntimeError: without an optimizer, or with several and without ``group``.
             StallError: if a server of an async store does not answer within the timeout.
             DeadNodeError: if a server of an async store has died.
         """
@@ -669,7 +665,6 @@ class KVStore(abc.ABC):
             group: group of keys, as `set_optimizer` returns it; None: the only one.
 
         Raises:
-            RuntimeError: without an optimizer, or with several and without ``group``.
             OSError: if the file cannot be written.
         """
         state = self.optimizer_state(group=group)
@@ -981,9 +976,6 @@ class KVStore(abc.ABC):
 
         Args:
             group: group of keys, as `set_optimizer` returns it; None: the only one.
-
-        Raises:
-            RuntimeError: without an optimizer, or with several and without ``group``.
         """
         self._check_open()
         group = self._group_for("optimizer_state", group)
@@ -999,7 +991,6 @@ class KVStore(abc.ABC):
 
         Raises:
             ValueError: if the state does not match the optimizer, keys or shapes.
-            RuntimeError: without an optimizer, or with several and without ``group``.
         """
         self._check_open()
         group = self._group_for("load_optimizer_state", group)

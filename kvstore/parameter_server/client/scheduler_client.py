@@ -64,13 +64,9 @@ class CollectiveNumbers(NamedTuple):
 class SchedulerClient:
     """Membership of a worker or server in its job; a separate thread talks to the scheduler.
 
-    Args:
-        role: "worker" or "server".
-        scheduler: "tcp://HOST:PORT".
-        rank: requested rank; -1: any.
-        address: address of a server.
-        memory: bytes that a server has, and whether the user has set them; see `protocol.Register`.
-        timeout: seconds to wait for other processes; None: GANGLINE_TIMEOUT.
+    The scheduler is at "tcp://HOST:PORT". ``memory`` has the bytes of a server, and whether the user has set them; for
+    ``role``, ``rank`` and ``address`` see `protocol.Register`. ``timeout``: seconds to wait for other processes; None:
+    GANGLINE_TIMEOUT.
 
     Raises:
         StallError: if the scheduler or another process does not respond within the timeout.
