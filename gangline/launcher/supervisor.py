@@ -303,7 +303,10 @@ class Supervisor:
                     return
                 own: dict[str, int] = {}
                 if (self._restarts_left or self._restarts) and process.role in ("scheduler", "server", "worker"):
-                    own[KEPT_MEMORY] = self._kept_memory_of(process)
+                    if process.label not in self._kept_memory:
+                        memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                        self._kept_memory[process.label] = memory
+                    own[KEPT_MEMORY] = self._kept_memory[process.label]
                 if process.role == "scheduler":
                     self._from_scheduler, own[LAUNCHER_FD] = os.pipe()
                     os.set_blocking(self._from_scheduler, False)
@@ -315,12 +318,6 @@ class Supervisor:
                 self._start(process, more, [*descriptors, *own.values()])
                 for name in own.keys() & {LAUNCHER_FD, ANSWERS_FD}:
                     os.close(own[name])
-
-    def _kept_memory_of(self, process: Process) -> int:
-        if process.label not in self._kept_memory:
-            descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            self._kept_memory[process.label] = descriptor
-        return self._kept_memory[process.label]
 
     def _may_restart(self, child: _Child, code: int) -> bool:
         """Return whether a failed process is restarted alone: others need it, and the job can continue."""

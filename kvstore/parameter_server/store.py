@@ -128,17 +128,8 @@ class DistStore(KVStore):
         self._queue = WorkQueue()
         self._streams = SideStreams()
         self._process = os.getpid()
-        self._finish = weakref.finalize(
-            self,
-            _finish_unclosed,
-            self._process,
-            own_job,
-            self._queue,
-            self._servers,
-            self._scheduler,
-            self._pool,
-            child_servers,
-        )
+        resources = own_job, self._queue, self._servers, self._scheduler, self._pool, child_servers
+        self._finish = weakref.finalize(self, _finish_unclosed, self._process, *resources)
         self._sharding = Sharding(len(self._scheduler.servers), self._scheduler.server_memory)
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
@@ -263,17 +254,8 @@ class DistStore(KVStore):
         described: list[list[list[object]]] = [[] for _ in range(self._servers.count)]
         for key, shards in self._shards.items():
             for one in shards:
-                layout = one.layout
-                entry: list[object] = [
-                    one.number,
-                    self._rounds[key],
-                    key,
-                    layout.dtype,
-                    layout.shape,
-                    one.begin,
-                    one.numel,
-                ]
-                described[one.server].append(entry)
+                layout = [one.layout.dtype, one.layout.shape, one.begin, one.numel]
+                described[one.server].append([one.number, self._rounds[key], key, *layout])
         values = {key: one.detach().resolve_conj().resolve_neg().cpu().contiguous() for key, one in extra.items()}
         described[0] += [
             [-1, 0, key, name_of_dtype(one.dtype), one.shape, 0, one.numel()] for key, one in values.items()

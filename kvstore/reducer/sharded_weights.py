@@ -351,16 +351,11 @@ class ShardedWeights:
     def _copy(
         self, weights: Sequence[_Weight], full: Sequence[torch.Tensor], *, async_op: bool = False
     ) -> Callable[[], CopyResult]:
-        names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
+        names, owners, numbers = self._described(weights)
+        tensors, missing, weight = [one.view(-1) for one in full], self._not_ready, self._weight
         with self._timed():
             return self._store.copy_from_owners(
-                names,
-                [one.view(-1) for one in full],
-                owners,
-                self._not_ready,
-                self._weight,
-                numbers=self._numbers_of(weights),
-                async_op=async_op,
+                names, tensors, owners, missing, weight, numbers=numbers, async_op=async_op
             )
 
     # Prefetches
@@ -421,6 +416,10 @@ class ShardedWeights:
 
     def _numbers_of(self, weights: Sequence[_Weight]) -> list[int]:
         return [self._numbers[weight] for weight in weights]
+
+    def _described(self, weights: Sequence[_Weight]) -> tuple[str, list[int], list[int]]:
+        """Return names, owners and numbers of weights, for `AllReduceStore`."""
+        return ", ".join(one.name for one in weights), [one.owner for one in weights], self._numbers_of(weights)
 
     def _release(self, group: _WeightGroup) -> None:
         for weight in group.weights:
@@ -513,10 +512,8 @@ class ShardedWeights:
             parts = [(weight, self._take_weighted_gradient(weight, total)) for weight in weights]
             while len(self._reductions) >= _MAX_PENDING_REDUCTIONS:
                 self._take_means()
-            names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
-            work = self._store.reduce_to_owners(
-                names, [part.view(-1) for _, part in parts], owners, numbers=self._numbers_of(weights)
-            )
+            names, owners, numbers = self._described(weights)
+            work = self._store.reduce_to_owners(names, [part.view(-1) for _, part in parts], owners, numbers=numbers)
             self._reductions.append((work, parts))
 
     def _take_weighted_gradient(self, weight: _Weight, total: float) -> torch.Tensor:
