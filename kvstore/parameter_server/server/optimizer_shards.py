@@ -191,16 +191,17 @@ class ShardOptimizers:
         for path, value in [*plain.items(), *tensors.items()]:
             number, _, entry = path.rpartition("/")
             states[int(number)][entry] = value
-        for number, state in states.items():
-            self._optimizer_of(shards[number]).restore(number, state)
-        return [shards[number] for number in numbers]
+        loaded = [shards[one] for one in numbers]
+        for shard in loaded:
+            self._optimizer_of(shard).restore(shard.number, states[shard.number])
+        return loaded
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
         optimizer = self._of_shards.get(shard.number)
         if optimizer is None:
-            factors = [{shard.number: factor} for factor in self._spec.factors(shard.key)]
-            own = replace(self._spec, clip_global_norm=None, lr_mult=factors[0], wd_mult=factors[1])
-            optimizer = self._of_shards[shard.number] = KeyedOptimizer(own)
+            factors: list[dict[Key, float]] = [{shard.number: one} for one in self._spec.factors(shard.key)]
+            spec = replace(self._spec, clip_global_norm=None, lr_mult=factors[0], wd_mult=factors[1])
+            optimizer = self._of_shards[shard.number] = KeyedOptimizer(spec)
         optimizer.add(shard.number, shard.weight)
         return optimizer
 
