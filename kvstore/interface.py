@@ -257,6 +257,10 @@ class KVStore(abc.ABC):
 
         Returns:
             The rank that joined last.
+
+        Raises:
+            GanglineError: if a worker is dead, or does not call `join` within the timeout. In a ``dist_*`` store this
+                worker has left the job then, because rounds have closed without it, and only `close` can follow.
         """
         self._check_open()
         return self.rank
@@ -658,7 +662,10 @@ class KVStore(abc.ABC):
     def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:
         """Write the optimizer's state to a safetensors file; an existing file is replaced atomically.
 
-        Collective with ``shard="optimizer"``; rank 0 writes.
+        Collective with ``shard="optimizer"``; rank 0 writes. In a ``dist_*`` store each server writes a part beside the
+        file above 4 GiB, and the file names the parts; other workers are answered meanwhile. The path must then be on a
+        disk that this worker's host and the servers' share. Parts have names such as FILE.1f2e3d4c-0.part: move them
+        with the file.
 
         Args:
             path: the file.
@@ -666,6 +673,7 @@ class KVStore(abc.ABC):
 
         Raises:
             OSError: if the file cannot be written.
+            StallError: if a server does not go on within the timeout.
         """
         state = self.optimizer_state(group=group)
         files.save(Path(path), state.tensors, state.header())

@@ -29,12 +29,8 @@ class WrittenWeights:
     such writes in them: a later write is undone by its step, and a RuntimeError about eight steps later. Of a table
     with sparse gradients only the rows are summed that a step replaces; writes to these are a RuntimeError.
 
-    Args:
-        parameters: of the first replica, with at least the reducer's keys.
-        reducer: the reducer that updates them.
-        store: the store that holds them.
-        sums_bits: whether to look for writes through ``.data``, because the store does not update the parameters in
-            place.
+    The parameters are those of the first replica, with at least the reducer's keys. ``sums_bits``: whether to look for
+    writes through ``.data``, because the store does not update the parameters in place.
     """
 
     def __init__(

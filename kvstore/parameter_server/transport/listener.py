@@ -46,12 +46,8 @@ _SENDING_BYTES = 64 << 20
 class Listener:
     """Sockets of a server or the scheduler; a peer has the same identity over either transport.
 
-    At a loopback address there is no TCP socket (`unix_sockets.replaces_tcp`).
-
-    Args:
-        host: address to listen at.
-        event_fd: eventfd that ends `wait`; None: none.
-        port: of the scheduler: port to listen at; 0: any free one. None: any, and by Unix streams besides.
+    At a loopback address there is no TCP socket (`unix_sockets.replaces_tcp`). The eventfd ends `wait`. ``port`` is
+    that of the scheduler, 0 any free one; None: any, and by Unix streams besides.
 
     Raises:
         RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
