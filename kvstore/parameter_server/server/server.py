@@ -107,7 +107,7 @@ class Server:
         rounds.joined.update(settings.joined)
         self._follow_views()
         for shard in kept.restore(rounds.optimizers.all, self._thread_pool.size):
-            self._thread_pool.assign(shard.flat.nbytes, shard.thread)
+            self._thread_pool.loads[shard.thread] += shard.flat.nbytes
             rounds.shards[shard.number] = shard
             if not shard.pushed:  # pushes of all workers are in the closed rounds, or come again
                 taking_part = (rank for rank in rounds.ranks() if rounds.before(rank) <= shard.closed)
@@ -650,7 +650,7 @@ class Server:
             self._kept.remove(removed)
         for shard in removed:
             self._rounds.published.remove(shard)
-            self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
+            self._thread_pool.loads[shard.thread] -= shard.flat.nbytes
         if self._pool is not None:
             for slot in [slot for shard in removed for slot in shard.slots]:
                 self._pool.free(slot.offset)
@@ -683,14 +683,6 @@ def _row_numbers(data: Tensor, shard: Shard) -> Tensor:
     return rows
 
 
-def serve(job: environment.ServerJob) -> int:
-    """Run a server until its job ends; return its exit code."""
-    torch.set_num_threads(1)  # per thread of the pool: torch's threads would compete with workers for cores
-    with open_server(job) as server:
-        server.run()
-        return server.exit_code(is_supervised=job.is_supervised)
-
-
 @contextmanager
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
     """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
@@ -720,6 +712,10 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
 
 
 def main() -> int:
-    """Run the server of the job in the environment."""
+    """Run the server of the job in the environment until the job ends; return its exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    return serve(environment.from_environment())
+    torch.set_num_threads(1)  # per thread of the pool: torch's threads would compete with workers for cores
+    job = environment.from_environment()
+    with open_server(job) as server:
+        server.run()
+        return server.exit_code(is_supervised=job.is_supervised)

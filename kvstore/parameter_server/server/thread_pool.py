@@ -33,18 +33,12 @@ class ThreadPool:
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = [0] * self.size
         self._scratch = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.size
-        self._loads = [0] * self.size  # bytes of the shards of each thread
+        self.loads = [0] * self.size
+        """Bytes of the shards of each thread."""
 
-    def assign(self, nbytes: int, thread: int | None = None) -> int:
-        """Assign a new shard of this many bytes to a thread, by default that with the fewest; return the thread."""
-        if thread is None:
-            return place([nbytes], [1] * self.size, self._loads)[0]
-        self._loads[thread] += nbytes
-        return thread
-
-    def unassign(self, thread: int, nbytes: int) -> None:
-        """Subtract the bytes of a removed shard from the load of its thread."""
-        self._loads[thread] -= nbytes
+    def assign(self, nbytes: int) -> int:
+        """Assign a new shard of this many bytes to the thread with the fewest, which is returned."""
+        return place([nbytes], [1] * self.size, self.loads)[0]
 
     def scratch(self, thread: int, nbytes: int) -> Tensor:
         """Return uint8 memory that work of a thread may use; the same each time, so it is likely in the CPU caches."""
