@@ -85,15 +85,17 @@ def read_spec(payload: bytes) -> OptimizerSpec:
 
 
 class ShardOptimizers:
-    """Optimizer of a group of a server's shards: one instance per shard, so that threads need no locks."""
+    """Optimizer of a group of a server's shards: one instance per thread, so that threads need no locks."""
 
-    def __init__(self, spec: OptimizerSpec, number: int = 0) -> None:
+    def __init__(self, spec: OptimizerSpec, threads: int, number: int = 0) -> None:
         self.number = number
         """Number of the group."""
         self.rates: dict[int, float] = {}
         """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self._spec = spec
-        self._of_shards: dict[int, KeyedOptimizer] = {}
+        own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(threads)]
+        self._of_threads = [KeyedOptimizer(one) for one in own]
+        self._last_rates: dict[int, float] = {}  # learning rate of the last update of each shard that had one
         self._kept: dict[int, tuple[Shard, Tensor | RowSparse, float]] = {}  # shard number -> shard, sum, L2 norm
 
     @property
@@ -143,8 +145,10 @@ class ShardOptimizers:
 
     def _update(self, shard: Shard, gradient: Tensor | RowSparse, learning_rate: float | None) -> None:
         optimizer = self._optimizer_of(shard)
-        if learning_rate is not None and learning_rate != optimizer.learning_rate:
-            optimizer.learning_rate = learning_rate
+        if learning_rate is not None:
+            self._last_rates[shard.number] = learning_rate
+        if (rate := self.learning_rate_of(shard)) != optimizer.learning_rate:
+            optimizer.learning_rate = rate
         weight = shard.weight
         if isinstance(gradient, RowSparse):
             rows = gradient.values.to(weight.dtype).view(len(gradient.indices), *weight.shape[1:])
@@ -159,7 +163,7 @@ class ShardOptimizers:
     def restore(self, shard: Shard, state: Mapping[str, Any], learning_rate: float) -> None:
         """Set the state of a shard, whose tensors are not copied, and the learning rate of its last update."""
         self.state_of(shard).update(state)
-        self._optimizer_of(shard).learning_rate = learning_rate
+        self._last_rates[shard.number] = learning_rate
 
     def replace_state(self, shard: Shard, state: dict[str, Any]) -> None:
         """Replace the state of a shard, in its thread; tensors are not copied."""
@@ -171,7 +175,7 @@ class ShardOptimizers:
 
     def learning_rate_of(self, shard: Shard) -> float:
         """Return the learning rate of a shard's last update, before lr_mult."""
-        return self._optimizer_of(shard).learning_rate
+        return self._last_rates.get(shard.number, float(self._spec.arguments["lr"]))
 
     def state(self, shards: Sequence[Shard]) -> tuple[bytes, list[Tensor]]:
         """Return the state of the first of these shards, as many as fit a message and at least one: see `StatePart`."""
@@ -197,11 +201,10 @@ class ShardOptimizers:
         return loaded
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
-        optimizer = self._of_shards.get(shard.number)
-        if optimizer is None:
-            factors: list[dict[Key, float]] = [{shard.number: one} for one in self._spec.factors(shard.key)]
-            spec = replace(self._spec, clip_global_norm=None, lr_mult=factors[0], wd_mult=factors[1])
-            optimizer = self._of_shards[shard.number] = KeyedOptimizer(spec)
+        optimizer = self._of_threads[shard.thread]
+        if shard.number not in optimizer.weights:
+            assert isinstance(optimizer.spec.wd_mult, dict)
+            optimizer.spec.lr_mult[shard.number], optimizer.spec.wd_mult[shard.number] = self._spec.factors(shard.key)
         optimizer.add(shard.number, shard.weight)
         return optimizer
 
@@ -250,7 +253,8 @@ def unpack_part(payload: bytes, datas: Iterable[Tensor]) -> tuple[list[int], dic
 class Optimizers:
     """The optimizers of a server, by the number of their group; 0: of all shards outside of the other groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
         self.all: dict[int, ShardOptimizers] = {}
         self._numbers: dict[Key, int] = {}
 
@@ -258,7 +262,7 @@ class Optimizers:
         """Set the optimizer that `pack_group` has serialised, in place of the group's former one; return its number."""
         number, keys, packed = msgpack.unpackb(payload)
         spec = read_spec(packed)
-        new = ShardOptimizers(spec, int(number))
+        new = ShardOptimizers(spec, self._threads, int(number))
         new.rates = {0: float(spec.arguments["lr"])}
         others = {key: group for key, group in self._numbers.items() if group != number}
         self._numbers = others | dict.fromkeys(keys or (), new.number)

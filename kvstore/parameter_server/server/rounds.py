@@ -48,7 +48,7 @@ class ShardRounds:
     ) -> None:
         self.shards: dict[int, Shard] = {}
         """Shards by number."""
-        self.optimizers = Optimizers()
+        self.optimizers = Optimizers(thread_pool.size)
         self.is_sync = True
         """True if a round needs all workers; otherwise each push is a round."""
         self.staleness = -1

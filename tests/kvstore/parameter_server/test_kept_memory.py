@@ -37,7 +37,7 @@ class Start:
         if not kept.was_used:
             kept.set_optimizer(0, pack_group(0, None, OptimizerSpec.parse(optimizer)), [])
             kept.save_settings()
-        optimizers = Optimizers()
+        optimizers = Optimizers(2)
         optimizers.set(kept.settings.optimizers[0][1])
         self.optimizers = optimizers.all[0]
         shards = kept.restore(optimizers.all, 2) if kept.was_used else []

@@ -210,7 +210,7 @@ def test_parts_that_a_server_does_not_see_are_an_error(tmp_path: Path) -> None:
         job.each(stores, load)
     spec = OptimizerSpec.parse(ADAM)
     with pytest.raises(FileNotFoundError, match=r"server 1 on host .* does not see .*probe"):
-        next(StateFiles(ThreadPool(), "server 1", id)._save([], ShardOptimizers(spec), tmp_path, "part", "probe"))
+        next(StateFiles(ThreadPool(), "server 1", id)._save([], ShardOptimizers(spec, 1), tmp_path, "part", "probe"))
 
 
 def test_state_of_another_optimizer_or_shape_is_refused(tmp_path: Path) -> None:
