@@ -17,26 +17,8 @@ import torch
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import NestedCallError
 from gangline.collectives.work import GuardedLock, Work
-from gangline.kvstore.arguments import (
-    Pairs,
-    Pushed,
-    RowPulls,
-    by_key,
-    check_flat,
-    check_like,
-    check_mean,
-    check_pairs,
-    check_shard,
-    checked,
-    checked_priority,
-    dense,
-    keys_of,
-    outs,
-    pushed,
-    pushed_or_none,
-    row_pulls,
-    single,
-)
+from gangline.kvstore import arguments
+from gangline.kvstore.arguments import Pairs, Pushed, RowPulls
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.default_store import num_workers
@@ -348,7 +330,7 @@ class KVStore(abc.ABC):
             kv.init(["weight", "bias"], [torch.randn(4, 3), torch.zeros(4)])
         """
         self._check_open()
-        pairs = single(key, value)
+        pairs = arguments.single(key, value)
         with self._layout_lock:
             seen = set(self._layout)
             for one, _ in pairs:
@@ -358,7 +340,7 @@ class KVStore(abc.ABC):
             for one, (tensor,) in pairs:
                 self._layout[one] = (tensor.shape, tensor.dtype)
         try:
-            return self._init(pairs if self._takes_tables else dense(pairs), async_op)
+            return self._init(pairs if self._takes_tables else arguments.dense(pairs), async_op)
         except BaseException:  # raised again
             self._forget([one for one, _ in pairs])
             raise
@@ -385,12 +367,12 @@ class KVStore(abc.ABC):
             kv.push("weight", [network.weight.grad for network in replicas])
         """
         self._check_open()
-        pairs = checked(pushed, key, value, self._layout)
+        pairs = arguments.checked(arguments.pushed, key, value, self._layout)
         if type(priority) is not int:
-            priority = checked_priority(priority)
+            priority = arguments.checked_priority(priority)
         if not self._groups.all:
             return self._push(pairs, priority, async_op)
-        self._groups.of_keys(keys := keys_of(pairs))
+        self._groups.of_keys(keys := arguments.keys_of(pairs))
         return self._push_once(keys, partial(self._push, pairs, priority, async_op))
 
     def pull(
@@ -420,11 +402,11 @@ class KVStore(abc.ABC):
             kv.pull("weight", [network.weight for network in replicas])
         """
         self._check_open()
-        pairs = checked(outs, key, out, self._layout)
+        pairs = arguments.checked(arguments.outs, key, out, self._layout)
         if self._groups.updates_wait:
-            self._check_not_pending(keys_of(pairs))
+            self._check_not_pending(arguments.keys_of(pairs))
         if type(priority) is not int:
-            priority = checked_priority(priority)
+            priority = arguments.checked_priority(priority)
         return self._pull(pairs, priority, async_op)
 
     @refused_on_all_ranks
@@ -446,15 +428,15 @@ class KVStore(abc.ABC):
             kv.pushpull("gradient", [a, b])  # all-reduce: a and b both become a + b
         """
         self._check_open()
-        values = checked(pushed, key, value, self._layout)
-        targets = checked(outs, key, value if out is None else out, self._layout)
-        group = self._groups.of_keys(keys_of(values)) if self._groups.all else None
+        values = arguments.checked(arguments.pushed, key, value, self._layout)
+        targets = arguments.checked(arguments.outs, key, value if out is None else out, self._layout)
+        group = self._groups.of_keys(arguments.keys_of(values)) if self._groups.all else None
         if group is not None and group.updates_wait:
             raise ValueError(
                 "pushpull() would pull before the update, because clip_global_norm delays updates until update(); call "
                 "push(), update() and pull()"
             )
-        return self._pushpull(values, targets, checked_priority(priority), async_op)
+        return self._pushpull(values, targets, arguments.checked_priority(priority), async_op)
 
     @refused_on_all_ranks
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
@@ -474,11 +456,11 @@ class KVStore(abc.ABC):
             kv.broadcast("weight", network.weight, network.weight)  # every rank has rank 0's weight
         """
         self._check_open()
-        priority = checked_priority(priority)
-        values, pairs = single(key, value), outs(key, out)
+        priority = arguments.checked_priority(priority)
+        values, pairs = arguments.single(key, value), arguments.outs(key, out)
         for (one, (tensor,)), (_, targets) in zip(values, pairs, strict=True):
             for target in targets:
-                check_like(one, target, tensor.shape, tensor.dtype)
+                arguments.check_like(one, target, tensor.shape, tensor.dtype)
         started = self.init(key, value, async_op=async_op)
         return self._pull(pairs, priority, async_op).fail_with(started)
 
@@ -508,14 +490,14 @@ class KVStore(abc.ABC):
         self._check_open()
         if row_ids is None:
             raise TypeError("row_sparse_pull() got no row_ids; expected the rows' numbers (pull() gives all rows)")
-        pulls = row_pulls(key, out, row_ids)
-        check_pairs([(one, [target for target, _ in targets]) for one, targets in pulls], self._layout)
+        pulls = arguments.row_pulls(key, out, row_ids)
+        arguments.check_pairs([(one, [target for target, _ in targets]) for one, targets in pulls], self._layout)
         checked = [
             (one, [(target, checked_rows(ids, target.shape, f"key {one!r}")) for target, ids in targets])
             for one, targets in pulls
         ]
-        self._check_not_pending(keys_of(pulls))
-        return self._row_sparse_pull(checked, checked_priority(priority), async_op)
+        self._check_not_pending(arguments.keys_of(pulls))
+        return self._row_sparse_pull(checked, arguments.checked_priority(priority), async_op)
 
     # Optimizer
 
@@ -582,7 +564,7 @@ class KVStore(abc.ABC):
     ) -> OptimizerGroup:
         if spec.clip_global_norm is not None:
             self._check_clips_together()
-        check_shard(shard)
+        arguments.check_shard(shard)
         self._check_shard(shard, memory)
         if number is None:
             number = 0 if keys is None else max(self._groups.all, default=0) + 1
@@ -828,8 +810,8 @@ class KVStore(abc.ABC):
         Collective: all workers must call it. The arguments are those of `init`.
         """
         self._check_open()
-        pairs = dense(single(key, value))
-        check_pairs(pairs, self._layout)
+        pairs = arguments.dense(arguments.single(key, value))
+        arguments.check_pairs(pairs, self._layout)
         self._assign(pairs)
 
     @refused_on_all_ranks
@@ -850,13 +832,13 @@ class KVStore(abc.ABC):
             ValueError: if the weight is negative or not finite, or a key's dtype has no mean.
         """
         self._check_open()
-        pairs = pushed_or_none(key, value)
-        check_pairs(pairs, self._layout)
+        pairs = arguments.pushed_or_none(key, value)
+        arguments.check_pairs(pairs, self._layout)
         check_not_negative("weight", weight)
         for one, _ in pairs:
-            check_mean(one, self._layout[one][1])
-        priority = checked_priority(priority)
-        self._groups.of_keys(keys := keys_of(pairs))
+            arguments.check_mean(one, self._layout[one][1])
+        priority = arguments.checked_priority(priority)
+        self._groups.of_keys(keys := arguments.keys_of(pairs))
         return self._push_once(keys, partial(self._push_weighted, pairs, float(weight), priority, async_op))
 
     @refused_on_all_ranks
@@ -905,17 +887,17 @@ class KVStore(abc.ABC):
             async_op: return at once.
         """
         self._check_open()
-        check_flat(bucket, values)
+        arguments.check_flat(bucket, values)
         if bucket not in self._buckets:
             self._check_bucket(bucket)
         present = bucket.keys
         if keys is not None and keys != present:
             chosen = set(keys)
             present = [key for key in present if key in chosen]
-        priority = checked_priority(priority)
+        priority = arguments.checked_priority(priority)
         if weight is not None:
             check_not_negative("weight", weight)
-            check_mean(bucket.keys[0], bucket.dtype)
+            arguments.check_mean(bucket.keys[0], bucket.dtype)
             weight = float(weight)
         if not self.updates_wait:
             return self._push_bucket(bucket, values, present, weight, priority, async_op)
@@ -941,11 +923,11 @@ class KVStore(abc.ABC):
     ) -> Work:
         """Pull all keys of a bucket into one flat tensor of shape (bucket.numel,) per device."""
         self._check_open()
-        check_flat(bucket, outs)
+        arguments.check_flat(bucket, outs)
         if bucket not in self._buckets:
             self._check_bucket(bucket)
         self._check_not_pending(bucket.keys)
-        return self._pull_bucket(bucket, outs, checked_priority(priority), async_op)
+        return self._pull_bucket(bucket, outs, arguments.checked_priority(priority), async_op)
 
     @property
     def updates_wait(self) -> bool:
@@ -1064,7 +1046,7 @@ class KVStore(abc.ABC):
     def _push_bucket(
         self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
-        pairs = by_key(bucket, values, keys)
+        pairs = arguments.by_key(bucket, values, keys)
         if weight is None:
             return self._push(pairs, priority, async_op)
         return self._push_weighted(pairs, weight, priority, async_op)
@@ -1129,7 +1111,7 @@ class KVStore(abc.ABC):
 
     def _check_bucket(self, bucket: Bucket) -> None:
         meta = bucket.empty(torch.device("meta"))
-        check_pairs([(key, [view]) for key, view in bucket.views(meta).items()], self._layout)
+        arguments.check_pairs([(key, [view]) for key, view in bucket.views(meta).items()], self._layout)
 
     def _check_clips_together(self) -> None:
         if self.is_async:
