@@ -43,8 +43,7 @@ class Output:
     def write(self, stream: Stream, data: bytes) -> None:
         """Write the lines that ``data`` completes, and buffer the remainder. Each state of a progress bar is a line.
 
-        Raises:
-            OSError: if writing fails; BrokenPipeError if the reader of a pipe is gone.
+        OSError if writing fails; BrokenPipeError if the reader of a pipe is gone.
         """
         stream.pending += data
         end, out = 0, bytearray()
@@ -78,11 +77,7 @@ class Output:
 
 
 def write_what_fits(fd: int, data: bytes | bytearray) -> int:
-    """Write data to a file or pipe; return the number of bytes that a full disk refused.
-
-    Raises:
-        OSError: if writing fails for another reason.
-    """
+    """Write data to a file or pipe; return the number of bytes that a full disk refused. OSError for other reasons."""
     left = memoryview(data)
     while left:
         try:

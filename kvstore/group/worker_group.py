@@ -52,8 +52,7 @@ class WorkerGroup:
     def check_same(self, items: Mapping[str, Any], name: str) -> None:
         """Check that all workers give the same items in the same order.
 
-        Raises:
-            MismatchError: if they differ; the text names the first difference and is the same on all workers.
+        MismatchError if they differ; the text names the first difference and is the same on all workers.
         """
         check_same(self.all_gather(dict(items), name), name)
 

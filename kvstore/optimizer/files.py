@@ -163,9 +163,7 @@ def flush_folder(folder: Path) -> None:
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Read the tensors (on the host) and the header of a file that gangline wrote.
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, or gangline did not write it.
+    FileNotFoundError if there is no such file; ValueError if it is damaged, or gangline did not write it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
