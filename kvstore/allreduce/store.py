@@ -453,19 +453,11 @@ class AllReduceStore(LocalStore):
         numbers: Sequence[int] = (),
         async_op: bool = False,
     ) -> Callable[[], CopyResult]:
-        """Copy each tensor from the rank that owns it to all workers, in place. Collective.
+        """Copy each flat tensor from the rank that owns it to all workers, in place. Collective.
 
-        Args:
-            names: description of the tensors; if it differs between workers, all raise a `MismatchError`.
-            tensors: flat tensors, of equal sizes on all workers.
-            owners: owner of each tensor.
-            missing: bit mask of at most 511 bits, to be combined by OR.
-            weight: number to be summed over the workers.
-            numbers: numbers of the tensors, for workers in `follow_owners`.
-            async_op: return before the copies are made.
-
-        Returns:
-            A function that waits for the copies, and returns the combined ``missing`` and ``weight``.
+        If the description ``names`` differs between workers, all raise a `MismatchError`. The bits of ``missing``, 511
+        or fewer, are combined by OR, and ``weight`` is summed over the workers. ``numbers`` tell workers in
+        `follow_owners` which tensors these are. Return a function that waits for the copies and returns the combination.
         """
         negotiations: list[Negotiation] = []
 

@@ -281,11 +281,8 @@ def load(path: Path, most: float = math.inf) -> tuple[OptimizerState, list[str]]
     """Read a file of `KVStore.save_optimizer_states`.
 
     Also returns the names of the files of its folder that have the tensors, if they were not read: the parts that it
-    lists, or itself if it has more than ``most`` bytes.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged or holds no optimizer state.
+    lists, or itself if it has more than ``most`` bytes. FileNotFoundError if there is no such file; ValueError if it is
+    damaged or holds no optimizer state.
     """
     if path.is_file() and sum(tensor.nbytes for tensor in _head_of(path)[1].values()) > most:
         return check_whole(path), [path.name]

@@ -546,8 +546,7 @@ class ShardedWeights:
     def finish(self, weight: float | None = None) -> None:
         """Reduce the gradients that were not reduced yet, and wait for all means. Collective.
 
-        Args:
-            weight: weight of this worker's gradients; None: there was no backward.
+        ``weight`` is that of this worker's gradients; None: there was no backward.
         """
         while self._reductions:
             self._take_means()
