@@ -457,7 +457,7 @@ class AllReduceStore(LocalStore):
 
         If the description ``names`` differs between workers, all raise a `MismatchError`. The bits of ``missing``, 511
         or fewer, are combined by OR, and ``weight`` is summed over the workers. ``numbers`` tell workers in
-        `follow_owners` which tensors these are. Return a function that waits for the copies and returns the combination.
+        `follow_owners` which tensors these are. Return a function that waits for the copies and returns both.
         """
         negotiations: list[Negotiation] = []
 
