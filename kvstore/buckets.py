@@ -14,8 +14,7 @@ from gangline.kvstore.optimizer.spec import Key
 
 BUCKET_BYTES = 25 << 20
 """Default size limit of a bucket: that of torch's DistributedDataParallel."""
-_ALIGNMENT = 64
-"""Bytes: a cache line, and enough for vectorised loads."""
+_ALIGNMENT = 64  # bytes: a cache line, and enough for vectorised loads
 
 
 @dataclass(frozen=True)

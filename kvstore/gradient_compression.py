@@ -27,11 +27,8 @@ class CompressedPushes:
     def through(self, pushed: Sequence[tuple[Key, Sequence[Value], torch.device]]) -> Pushed:
         """Encode and decode values; row-sparse values and integers are returned as they are.
 
-        Args:
-            pushed: keys, each with its values and the device to decode them on.
-
-        Raises:
-            ValueError: if a value holds NaN or infinity; no residual has changed then.
+        Each key comes with its values and the device to decode them on. ValueError if a value holds NaN or infinity; no
+        residual has changed then.
         """
         for key, values, _ in pushed:
             for sender, value in enumerate(values):

@@ -17,26 +17,8 @@ import torch
 from gangline.collectives.eager import run_eagerly
 from gangline.collectives.errors import NestedCallError
 from gangline.collectives.work import GuardedLock, Work
-from gangline.kvstore.arguments import (
-    Pairs,
-    Pushed,
-    RowPulls,
-    by_key,
-    check_flat,
-    check_like,
-    check_mean,
-    check_pairs,
-    check_shard,
-    checked,
-    checked_priority,
-    dense,
-    keys_of,
-    outs,
-    pushed,
-    pushed_or_none,
-    row_pulls,
-    single,
-)
+from gangline.kvstore import arguments
+from gangline.kvstore.arguments import Pairs, Pushed, RowPulls
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.default_store import num_workers
@@ -95,8 +77,9 @@ class KVStore(abc.ABC):
       current stream.
 
     Raises, in all calls: KeyError for a key that was not initialised; ValueError for a wrong shape, dtype or option;
-    TypeError for a wrong Python type; RuntimeError after `close`; and in stores of several processes GanglineError if
-    a worker or server is dead, late or makes a different call.
+    TypeError for a wrong Python type; RuntimeError after `close`, and in a call for one optimizer if there is none, or
+    there are several and it names no group; and in stores of several processes GanglineError if a worker or server is
+    dead, late or makes a different call.
 
     Attributes:
         type: name under which the store was created.
@@ -256,6 +239,10 @@ class KVStore(abc.ABC):
 
         Returns:
             The rank that joined last.
+
+        Raises:
+            GanglineError: if a worker is dead, or does not call `join` within the timeout. In a ``dist_*`` store this
+                worker has left the job then, because rounds have closed without it, and only `close` can follow.
         """
         self._check_open()
         return self.rank
@@ -343,7 +330,7 @@ class KVStore(abc.ABC):
             kv.init(["weight", "bias"], [torch.randn(4, 3), torch.zeros(4)])
         """
         self._check_open()
-        pairs = single(key, value)
+        pairs = arguments.single(key, value)
         with self._layout_lock:
             seen = set(self._layout)
             for one, _ in pairs:
@@ -353,7 +340,7 @@ class KVStore(abc.ABC):
             for one, (tensor,) in pairs:
                 self._layout[one] = (tensor.shape, tensor.dtype)
         try:
-            return self._init(pairs if self._takes_tables else dense(pairs), async_op)
+            return self._init(pairs if self._takes_tables else arguments.dense(pairs), async_op)
         except BaseException:  # raised again
             self._forget([one for one, _ in pairs])
             raise
@@ -380,12 +367,12 @@ class KVStore(abc.ABC):
             kv.push("weight", [network.weight.grad for network in replicas])
         """
         self._check_open()
-        pairs = checked(pushed, key, value, self._layout)
+        pairs = arguments.checked(arguments.pushed, key, value, self._layout)
         if type(priority) is not int:
-            priority = checked_priority(priority)
+            priority = arguments.checked_priority(priority)
         if not self._groups.all:
             return self._push(pairs, priority, async_op)
-        self._groups.of_keys(keys := keys_of(pairs))
+        self._groups.of_keys(keys := arguments.keys_of(pairs))
         return self._push_once(keys, partial(self._push, pairs, priority, async_op))
 
     def pull(
@@ -415,11 +402,11 @@ class KVStore(abc.ABC):
             kv.pull("weight", [network.weight for network in replicas])
         """
         self._check_open()
-        pairs = checked(outs, key, out, self._layout)
+        pairs = arguments.checked(arguments.outs, key, out, self._layout)
         if self._groups.updates_wait:
-            self._check_not_pending(keys_of(pairs))
+            self._check_not_pending(arguments.keys_of(pairs))
         if type(priority) is not int:
-            priority = checked_priority(priority)
+            priority = arguments.checked_priority(priority)
         return self._pull(pairs, priority, async_op)
 
     @refused_on_all_ranks
@@ -441,15 +428,15 @@ class KVStore(abc.ABC):
             kv.pushpull("gradient", [a, b])  # all-reduce: a and b both become a + b
         """
         self._check_open()
-        values = checked(pushed, key, value, self._layout)
-        targets = checked(outs, key, value if out is None else out, self._layout)
-        group = self._groups.of_keys(keys_of(values)) if self._groups.all else None
+        values = arguments.checked(arguments.pushed, key, value, self._layout)
+        targets = arguments.checked(arguments.outs, key, value if out is None else out, self._layout)
+        group = self._groups.of_keys(arguments.keys_of(values)) if self._groups.all else None
         if group is not None and group.updates_wait:
             raise ValueError(
                 "pushpull() would pull before the update, because clip_global_norm delays updates until update(); call "
                 "push(), update() and pull()"
             )
-        return self._pushpull(values, targets, checked_priority(priority), async_op)
+        return self._pushpull(values, targets, arguments.checked_priority(priority), async_op)
 
     @refused_on_all_ranks
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0, *, async_op: bool = False) -> Work:
@@ -469,11 +456,11 @@ class KVStore(abc.ABC):
             kv.broadcast("weight", network.weight, network.weight)  # every rank has rank 0's weight
         """
         self._check_open()
-        priority = checked_priority(priority)
-        values, pairs = single(key, value), outs(key, out)
+        priority = arguments.checked_priority(priority)
+        values, pairs = arguments.single(key, value), arguments.outs(key, out)
         for (one, (tensor,)), (_, targets) in zip(values, pairs, strict=True):
             for target in targets:
-                check_like(one, target, tensor.shape, tensor.dtype)
+                arguments.check_like(one, target, tensor.shape, tensor.dtype)
         started = self.init(key, value, async_op=async_op)
         return self._pull(pairs, priority, async_op).fail_with(started)
 
@@ -503,14 +490,14 @@ class KVStore(abc.ABC):
         self._check_open()
         if row_ids is None:
             raise TypeError("row_sparse_pull() got no row_ids; expected the rows' numbers (pull() gives all rows)")
-        pulls = row_pulls(key, out, row_ids)
-        check_pairs([(one, [target for target, _ in targets]) for one, targets in pulls], self._layout)
+        pulls = arguments.row_pulls(key, out, row_ids)
+        arguments.check_pairs([(one, [target for target, _ in targets]) for one, targets in pulls], self._layout)
         checked = [
             (one, [(target, checked_rows(ids, target.shape, f"key {one!r}")) for target, ids in targets])
             for one, targets in pulls
         ]
-        self._check_not_pending(keys_of(pulls))
-        return self._row_sparse_pull(checked, checked_priority(priority), async_op)
+        self._check_not_pending(arguments.keys_of(pulls))
+        return self._row_sparse_pull(checked, arguments.checked_priority(priority), async_op)
 
     # Optimizer
 
@@ -577,7 +564,7 @@ class KVStore(abc.ABC):
     ) -> OptimizerGroup:
         if spec.clip_global_norm is not None:
             self._check_clips_together()
-        check_shard(shard)
+        arguments.check_shard(shard)
         self._check_shard(shard, memory)
         if number is None:
             number = 0 if keys is None else max(self._groups.all, default=0) + 1
@@ -627,11 +614,7 @@ class KVStore(abc.ABC):
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's learning rate.
-
-        Raises:
-            RuntimeError: without an optimizer, or with several.
-        """
+        """The only optimizer's learning rate."""
         return self.learning_rate_of(None)
 
     def learning_rate_of(self, group: OptimizerGroup | None) -> float:
@@ -650,7 +633,6 @@ class KVStore(abc.ABC):
         Raises:
             TypeError: if it is not a number.
             ValueError: if it is negative, NaN or infinite.
-            RuntimeError: without an optimizer, or with several and without ``group``.
             StallError: if a server of an async store does not answer within the timeout.
             DeadNodeError: if a server of an async store has died.
         """
@@ -662,15 +644,18 @@ class KVStore(abc.ABC):
     def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:
         """Write the optimizer's state to a safetensors file; an existing file is replaced atomically.
 
-        Collective with ``shard="optimizer"``; rank 0 writes.
+        Collective with ``shard="optimizer"``; rank 0 writes. In a ``dist_*`` store each server writes a part beside the
+        file above 4 GiB, and the file names the parts; other workers are answered meanwhile. The path must then be on a
+        disk that this worker's host and the servers' share. Parts have names such as FILE.1f2e3d4c-0.part: move them
+        with the file.
 
         Args:
             path: the file.
             group: group of keys, as `set_optimizer` returns it; None: the only one.
 
         Raises:
-            RuntimeError: without an optimizer, or with several and without ``group``.
             OSError: if the file cannot be written.
+            StallError: if a server does not go on within the timeout.
         """
         state = self.optimizer_state(group=group)
         files.save(Path(path), state.tensors, state.header())
@@ -825,8 +810,8 @@ class KVStore(abc.ABC):
         Collective: all workers must call it. The arguments are those of `init`.
         """
         self._check_open()
-        pairs = dense(single(key, value))
-        check_pairs(pairs, self._layout)
+        pairs = arguments.dense(arguments.single(key, value))
+        arguments.check_pairs(pairs, self._layout)
         self._assign(pairs)
 
     @refused_on_all_ranks
@@ -847,13 +832,13 @@ class KVStore(abc.ABC):
             ValueError: if the weight is negative or not finite, or a key's dtype has no mean.
         """
         self._check_open()
-        pairs = pushed_or_none(key, value)
-        check_pairs(pairs, self._layout)
+        pairs = arguments.pushed_or_none(key, value)
+        arguments.check_pairs(pairs, self._layout)
         check_not_negative("weight", weight)
         for one, _ in pairs:
-            check_mean(one, self._layout[one][1])
-        priority = checked_priority(priority)
-        self._groups.of_keys(keys := keys_of(pairs))
+            arguments.check_mean(one, self._layout[one][1])
+        priority = arguments.checked_priority(priority)
+        self._groups.of_keys(keys := arguments.keys_of(pairs))
         return self._push_once(keys, partial(self._push_weighted, pairs, float(weight), priority, async_op))
 
     @refused_on_all_ranks
@@ -902,17 +887,17 @@ class KVStore(abc.ABC):
             async_op: return at once.
         """
         self._check_open()
-        check_flat(bucket, values)
+        arguments.check_flat(bucket, values)
         if bucket not in self._buckets:
             self._check_bucket(bucket)
         present = bucket.keys
         if keys is not None and keys != present:
             chosen = set(keys)
             present = [key for key in present if key in chosen]
-        priority = checked_priority(priority)
+        priority = arguments.checked_priority(priority)
         if weight is not None:
             check_not_negative("weight", weight)
-            check_mean(bucket.keys[0], bucket.dtype)
+            arguments.check_mean(bucket.keys[0], bucket.dtype)
             weight = float(weight)
         if not self.updates_wait:
             return self._push_bucket(bucket, values, present, weight, priority, async_op)
@@ -938,11 +923,11 @@ class KVStore(abc.ABC):
     ) -> Work:
         """Pull all keys of a bucket into one flat tensor of shape (bucket.numel,) per device."""
         self._check_open()
-        check_flat(bucket, outs)
+        arguments.check_flat(bucket, outs)
         if bucket not in self._buckets:
             self._check_bucket(bucket)
         self._check_not_pending(bucket.keys)
-        return self._pull_bucket(bucket, outs, checked_priority(priority), async_op)
+        return self._pull_bucket(bucket, outs, arguments.checked_priority(priority), async_op)
 
     @property
     def updates_wait(self) -> bool:
@@ -981,9 +966,6 @@ class KVStore(abc.ABC):
 
         Args:
             group: group of keys, as `set_optimizer` returns it; None: the only one.
-
-        Raises:
-            RuntimeError: without an optimizer, or with several and without ``group``.
         """
         self._check_open()
         group = self._group_for("optimizer_state", group)
@@ -999,7 +981,6 @@ class KVStore(abc.ABC):
 
         Raises:
             ValueError: if the state does not match the optimizer, keys or shapes.
-            RuntimeError: without an optimizer, or with several and without ``group``.
         """
         self._check_open()
         group = self._group_for("load_optimizer_state", group)
@@ -1065,7 +1046,7 @@ class KVStore(abc.ABC):
     def _push_bucket(
         self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None, priority: int, async_op: bool
     ) -> Work:
-        pairs = by_key(bucket, values, keys)
+        pairs = arguments.by_key(bucket, values, keys)
         if weight is None:
             return self._push(pairs, priority, async_op)
         return self._push_weighted(pairs, weight, priority, async_op)
@@ -1106,8 +1087,7 @@ class KVStore(abc.ABC):
     # Checks
 
     _when_closed = "create a new one"
-    _takes_tables = False
-    """True if `_init` takes a `RowSparse` as well."""
+    _takes_tables = False  # True if `_init` takes a `RowSparse` as well
 
     def _check_open(self) -> None:
         if self._closed:
@@ -1131,7 +1111,7 @@ class KVStore(abc.ABC):
 
     def _check_bucket(self, bucket: Bucket) -> None:
         meta = bucket.empty(torch.device("meta"))
-        check_pairs([(key, [view]) for key, view in bucket.views(meta).items()], self._layout)
+        arguments.check_pairs([(key, [view]) for key, view in bucket.views(meta).items()], self._layout)
 
     def _check_clips_together(self) -> None:
         if self.is_async:

@@ -32,8 +32,7 @@ _SPEEDS = "speeds of LocalSteps"
 """Key of an int64 tensor with a row for each worker: microseconds of a local step, and of the link in a cycle."""
 _FIRST, _FEWEST, _MOST = 8, 20, 500
 """Local steps of the fastest worker in a cycle with ``every="auto"``: in the first two, and bounds of the others."""
-_SPARE = 1.1
-"""Time of a cycle over that of the link, with ``every="auto"``."""
+_SPARE = 1.1  # time of a cycle over that of the link, with ``every="auto"``
 
 
 @dataclass(eq=False)

@@ -28,8 +28,7 @@ _REASONS = (
     "steps in a hook within backward; each rank adds noise of its own, or begins with weights of its own; a rank alone "
     "writes weights; or its memory flips bits. GANGLINE_REPLICA_CHECK=0 leaves out this check"
 )
-_Row = Sequence[float]
-"""A number, and the scale of its tolerance."""
+_Row = Sequence[float]  # a number, and the scale of its tolerance
 
 
 def check_interval() -> int:

@@ -38,30 +38,18 @@ KEPT_MEMORY = "GANGLINE_KEPT_MEMORY"
 
 
 def incarnation() -> int:
-    """Return the number of restarts of this process alone; 0 in its first start.
-
-    Raises:
-        ValueError: if the variable is not a number.
-    """
+    """Return the number of restarts of this process alone; 0 in its first start. ValueError if it is not a number."""
     return _number(INCARNATION)
 
 
 def elastic_bounds() -> tuple[int, int] | None:
-    """Return the minimum and maximum number of workers of an elastic job; None if the job is not elastic.
-
-    Raises:
-        ValueError: if the variable is malformed.
-    """
+    """Return the bounds of the number of workers of an elastic job, as `parse_bounds`; None if it is not elastic."""
     words = os.environ.get(ELASTIC)
     return parse_bounds(words, ELASTIC) if words else None
 
 
 def parse_bounds(words: str, what: str) -> tuple[int, int]:
-    """Parse the minimum and maximum number of workers from words such as 1:4.
-
-    Raises:
-        ValueError: if they are no such numbers; ``what`` names them.
-    """
+    """Parse the minimum and maximum number of workers from words such as 1:4; ValueError, which names ``what``."""
     least, _, most = words.partition(":")
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise ValueError(f"{what} is {words!r}; expected the least and the most workers, such as 1:4")
@@ -69,11 +57,7 @@ def parse_bounds(words: str, what: str) -> tuple[int, int]:
 
 
 def restart_number() -> int:
-    """Return the number of restarts of the job, by `gangline launch` or by torchrun; 0 in its first start.
-
-    Raises:
-        ValueError: if a variable is not a number.
-    """
+    """Return how often `gangline launch` or torchrun has restarted the job. ValueError if that is not a number."""
     return max(_number(RESTART), _number("TORCHELASTIC_RESTART_COUNT"))
 
 

@@ -402,20 +402,12 @@ class Trainer(NetworkState):
                 parameter.grad.requires_grad_(False).zero_()
 
     def allreduce_grads(self) -> None:
-        """Do nothing; for MXNet's loops, which call it before `update`. Single worker only.
-
-        Raises:
-            RuntimeError: with several workers.
-        """
+        """Do nothing; for MXNet's loops, which call it before `update`. RuntimeError with several workers."""
         if self.kvstore.num_workers > 1:
             raise RuntimeError(f"allreduce_grads() is for one worker: {_ON_STORE}")
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Call `step`; for MXNet's loops, which call it after `allreduce_grads`. Single worker only.
-
-        Raises:
-            RuntimeError: with several workers.
-        """
+        """Call `step`; for MXNet's loops, after `allreduce_grads`. RuntimeError with several workers."""
         if self.kvstore.num_workers > 1:
             raise RuntimeError(f"update() is for one worker: {_ON_STORE}")
         self.step(batch_size, ignore_stale_grad)
@@ -451,12 +443,7 @@ class Trainer(NetworkState):
         return self._optimizer.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate from the next step on; rank 0's value is used, see `KVStore.set_learning_rate`.
-
-        Raises:
-            TypeError: if it is not a number.
-            ValueError: if it is negative, NaN or infinite.
-        """
+        """Set the learning rate from the next step on; rank 0's value is used, see `KVStore.set_learning_rate`."""
         self._optimizer.set_learning_rate(learning_rate)
 
     def save_states(self, path: str | Path) -> None:
@@ -468,12 +455,7 @@ class Trainer(NetworkState):
             self._optimizer.save_optimizer_states(path)
 
     def load_states(self, path: str | Path) -> None:
-        """Load the optimizer's state from rank 0's file. Collective: all workers must call it.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if the file is damaged or not gangline's, or does not match the optimizer, keys or shapes.
-        """
+        """Load the optimizer's state from rank 0's file, as `KVStore.load_optimizer_states`. Collective."""
         self._optimizer.load_optimizer_states(path)
 
     @torch.no_grad()

@@ -9,11 +9,9 @@ import select
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_LONGEST = 1 << 20
-"""Maximum bytes of a line, to bound memory; longer lines are broken."""
+_LONGEST = 1 << 20  # maximum bytes of a line, to bound memory; longer lines are broken
 _END = re.compile(rb"\r\n|\n|\r(?!\n|\Z)")  # of a line; a trailing \r may be half of \r\n
-_MESSAGE = b"\x1e"
-"""Prefix of messages for the launcher: ASCII's record separator."""
+_MESSAGE = b"\x1e"  # prefix of messages for the launcher: ASCII's record separator
 
 
 @dataclass(eq=False, slots=True)
@@ -45,8 +43,7 @@ class Output:
     def write(self, stream: Stream, data: bytes) -> None:
         """Write the lines that ``data`` completes, and buffer the remainder. Each state of a progress bar is a line.
 
-        Raises:
-            OSError: if writing fails; BrokenPipeError if the reader of a pipe is gone.
+        OSError if writing fails; BrokenPipeError if the reader of a pipe is gone.
         """
         stream.pending += data
         end, out = 0, bytearray()
@@ -80,11 +77,7 @@ class Output:
 
 
 def write_what_fits(fd: int, data: bytes | bytearray) -> int:
-    """Write data to a file or pipe; return the number of bytes that a full disk refused.
-
-    Raises:
-        OSError: if writing fails for another reason.
-    """
+    """Write data to a file or pipe; return the number of bytes that a full disk refused. OSError for other reasons."""
     left = memoryview(data)
     while left:
         try:

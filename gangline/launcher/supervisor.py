@@ -48,10 +48,8 @@ from gangline.launcher.restarts import CHECKPOINTED, FINAL
 
 _KILL_INTERVAL = 0.1
 """Seconds between rounds of SIGKILL; each round reaches processes forked since the last."""
-_READ = 1 << 16
-"""Bytes per read, so that all pipes get their turn."""
-_PIPE = 1 << 20
-"""Maximum capacity of a pipe in bytes."""
+_READ = 1 << 16  # bytes per read, so that all pipes get their turn
+_PIPE = 1 << 20  # maximum capacity of a pipe in bytes
 _HOST_DELAY = 5.0
 """Seconds for supervisors on other hosts to report and end, after they killed their processes."""
 _LEFT_SECONDS = 2.0
@@ -61,8 +59,7 @@ _WORKERS_ENDED = "workers ended"
 _FAILED = "failed"
 _OF_GUESTS = ("DMLC_", "GANGLINE_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_")
 """Beginnings of the names of variables that a worker of another host gets."""
-_REQUEST = 64
-"""Maximum bytes of a request for another number of workers."""
+_REQUEST = 64  # maximum bytes of a request for another number of workers
 ERROR = "error: "
 """Prefix of the answer to a refused request."""
 
@@ -130,13 +127,10 @@ class Supervisor:
         self._output = Output(host=reports.host)
         self._other_hosts = bool(reports.host)
         """True while workers on other hosts may use servers on this host."""
-        self._messages = bytearray()
-        """Incomplete line of the launcher."""
+        self._messages = bytearray()  # incomplete line of the launcher
         self._started: list[_Child] = []
-        self._children: dict[int, _Child] = {}
-        """Running processes by process id."""
-        self._code: int | None = None
-        """Exit code of the job; None until it fails or is stopped."""
+        self._children: dict[int, _Child] = {}  # running processes by process id
+        self._code: int | None = None  # exit code of the job; None until it fails or is stopped
         self._is_interrupted = False
         self._key: JobKey | None = None
         self._elastic: ElasticWorkers | None = None
@@ -146,8 +140,7 @@ class Supervisor:
         """Rank of the next worker of an elastic job to be added, and number of those at the start."""
         self._is_job_over = False
         """True once the scheduler has succeeded: processes that still run have left the job, or came too late."""
-        self._restarts_left = 0
-        """Number of remaining restarts of single processes."""
+        self._restarts_left = 0  # number of remaining restarts of single processes
         self._restarts = 0
         self._kept_memory: dict[str, int] = {}
         """Descriptors, by label, of memory where a restarted process finds its state."""
@@ -155,8 +148,7 @@ class Supervisor:
         """Pipe of the scheduler (`LAUNCHER_FD`); None if it has ended."""
         self._to_scheduler: int | None = None
         """Pipe to the scheduler of an elastic job (`ANSWERS_FD`)."""
-        self._scheduler_line = b""
-        """Beginning of an incomplete line of the scheduler."""
+        self._scheduler_line = b""  # beginning of an incomplete line of the scheduler
         self._left: list[str] = []
         """Labels of the processes that have left the job, in order; they are not restarted."""
         self._entered: set[str] = set()
@@ -165,21 +157,17 @@ class Supervisor:
         """Labels of the workers of an elastic job that run on other hosts."""
         self._failed_later: list[tuple[_Child, int]] = []
         """Workers that failed while a worker that had left the job was still ending: its exit may be the cause."""
-        self._is_lost = False
-        """True if the scheduler has reported that restarts are useless."""
+        self._is_lost = False  # True if the scheduler has reported that restarts are useless
         self._late_code = 0
         """Exit code of the first process that failed after it had left the job, or after the job was over."""
-        self._worker_codes: set[int] = set()
-        """Exit codes of the workers that have ended."""
+        self._worker_codes: set[int] = set()  # exit codes of the workers that have ended
         self._servers_stop_last = False
         """True while workers end: they need servers for a clean end, or to learn which worker died."""
         self._alarm: tuple[float, Callable[[], None]] | None = None
         """Monotonic time of a callback, and the callback."""
-        self._terminated: set[int] = set()
-        """Orphans that were sent SIGTERM."""
+        self._terminated: set[int] = set()  # orphans that were sent SIGTERM
         self._cannot_write = False
-        self._lost_of_logs = 0
-        """Number of bytes that did not fit on the disk of the log files."""
+        self._lost_of_logs = 0  # number of bytes that did not fit on the disk of the log files
         self._is_full_disk_known = False
         self._selector = selectors.DefaultSelector()
         self._signals, self._wakeup = socket.socketpair()
@@ -315,7 +303,10 @@ class Supervisor:
                     return
                 own: dict[str, int] = {}
                 if (self._restarts_left or self._restarts) and process.role in ("scheduler", "server", "worker"):
-                    own[KEPT_MEMORY] = self._kept_memory_of(process)
+                    if process.label not in self._kept_memory:
+                        memory = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                        self._kept_memory[process.label] = memory
+                    own[KEPT_MEMORY] = self._kept_memory[process.label]
                 if process.role == "scheduler":
                     self._from_scheduler, own[LAUNCHER_FD] = os.pipe()
                     os.set_blocking(self._from_scheduler, False)
@@ -327,12 +318,6 @@ class Supervisor:
                 self._start(process, more, [*descriptors, *own.values()])
                 for name in own.keys() & {LAUNCHER_FD, ANSWERS_FD}:
                     os.close(own[name])
-
-    def _kept_memory_of(self, process: Process) -> int:
-        if process.label not in self._kept_memory:
-            descriptor = os.memfd_create("gangline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            self._kept_memory[process.label] = descriptor
-        return self._kept_memory[process.label]
 
     def _may_restart(self, child: _Child, code: int) -> bool:
         """Return whether a failed process is restarted alone: others need it, and the job can continue."""

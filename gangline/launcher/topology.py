@@ -25,15 +25,10 @@ def read_host(
     slots: int | None = None,
     root: Path = _SYS,
 ) -> Host:
-    """Return this host.
+    """Return this host; for ``address`` and ``slots`` see `Host`. ``root`` is the mount point of sysfs.
 
-    Args:
-        gpus: indices of GPUs for workers among those visible to this process; empty: workers see all.
-        variables: environment variables, of which CUDA_VISIBLE_DEVICES and `NCCL_MEMCPY` are used.
-        addresses: PCI address of each visible GPU, as of `gpu_addresses`; empty: not read.
-        address: address of this host for the other hosts.
-        slots: maximum number of workers; None: one per GPU, and any number without `gpus`.
-        root: mount point of sysfs.
+    ``gpus`` are indices of GPUs for workers among those visible to this process; empty: workers see all. ``addresses``
+    has the PCI address of each visible GPU, as of `gpu_addresses`; empty: not read.
     """
     nodes = [numa_node(where, root) for where in addresses]
     names = _visible_names(gpus, variables.get("CUDA_VISIBLE_DEVICES"))

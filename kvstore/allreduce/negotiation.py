@@ -161,20 +161,12 @@ class Negotiator:
         tensors: Sequence[torch.Tensor] = (),
         replicas: Replicas = NO_REPLICAS,
     ) -> Negotiation:
-        """Check that all workers make the same call, and exchange the data that it needs.
+        """Check that all workers make the same call, and exchange the data that it needs: see `Negotiation`.
 
-        Args:
-            call: description of the call, the same on all ranks.
-            plan: plain data by which ranks that have joined take part; None if they cannot.
-            weight: this worker's weight.
-            dense: keys that this worker has a dense value for, as in `Negotiation`.
-            learning_rate: that of rank 0, or one that this rank has set; else NaN.
-            tensors: what the call reduces or copies, for `Negotiation.on_gpus`.
-            replicas: weights to be compared with those of the other ranks.
-
-        Raises:
-            MismatchError: if a worker makes another call or has refused this one, or has other weights; the same text
-                on all ranks.
+        The description ``call`` is the same on all ranks. ``plan`` is plain data by which ranks that have joined take
+        part; None if they cannot. The learning rate is that of rank 0, or one that this rank has set; else NaN. The
+        call reduces or copies ``tensors``. MismatchError, with the same text on all ranks, if a worker makes another
+        call or has refused this one, or has other weights among ``replicas``.
         """
         digest = int.from_bytes(blake2b(call.encode(), digest_size=7).digest(), "little")
         code = digest * 8 + (_PLAIN if dense == -1 else _UNEVEN)

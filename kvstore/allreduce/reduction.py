@@ -105,16 +105,9 @@ def reduce_over_workers(
 ) -> list[tuple[Key, Value]]:
     """Sum all workers' parts, or take their weighted mean, without autograd. Collective: all workers must call it.
 
-    Args:
-        workers: the workers of the job.
-        negotiation: of this push.
-        part: this worker's part; its buffers are overwritten.
-        compressed: codec and residuals of floating-point values; None sends them as they are.
-        is_mean: multiply values by weight / sum of weights before they are sent.
-        runs: parts of ``part.flat`` whose sums only their owners need; None: all workers need all.
-
-    Returns:
-        The sums of the keys that some worker has a value for; the same bits on all ranks that need them.
+    The buffers of this worker's ``part`` are overwritten. ``compressed`` has codec and residuals of floating-point
+    values; None sends them as they are. ``runs`` are parts of ``part.flat`` whose sums only their owners need; None:
+    all workers need all. Return the sums of the keys that some worker has a value for, the same bits on all ranks.
     """
     total = sum(negotiation.weights)
     if is_mean and not total:

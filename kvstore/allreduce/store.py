@@ -18,20 +18,11 @@ from gangline.collectives import environments
 from gangline.collectives.devices.device_group import reduce
 from gangline.collectives.engine.reduction import check_dtype
 from gangline.collectives.work import Work, nesting
+from gangline.kvstore import arguments
 from gangline.kvstore.allreduce.negotiation import NO_REPLICAS, Negotiation, Negotiator, Replicas
 from gangline.kvstore.allreduce.owners import Owners, Run
 from gangline.kvstore.allreduce.reduction import BucketPart, reduce_over_workers
-from gangline.kvstore.arguments import (
-    Pairs,
-    Pushed,
-    Value,
-    by_key,
-    check_memory,
-    free_memory,
-    keys_of,
-    merged,
-    tensors_of,
-)
+from gangline.kvstore.arguments import Pairs, Pushed, Value
 from gangline.kvstore.buckets import Bucket, BucketValues
 from gangline.kvstore.compression import Compression
 from gangline.kvstore.group.serialization import bytes_of, dtype_named, name_of_dtype
@@ -175,7 +166,7 @@ class AllReduceStore(LocalStore):
                     self._entries[key].stored.copy_(value)
             self._broadcast([key for key, _ in pairs])
 
-        self._start("assign", assign, keys_of(pairs), tensors_of(pairs), 0, False)
+        self._start("assign", assign, arguments.keys_of(pairs), arguments.tensors_of(pairs), 0, False)
 
     def _broadcast(self, keys: Sequence[Key]) -> None:
         with self._workers.communicator() as communicator:
@@ -209,7 +200,7 @@ class AllReduceStore(LocalStore):
         keys = list(dict.fromkeys(key for key, _ in pairs))
 
         def part() -> BucketPart:
-            present = [(key, values) for key, values in merged(pairs) if values and weight != 0]
+            present = [(key, values) for key, values in arguments.merged(pairs) if values and weight != 0]
             return self._part(keys, dict(self._sums(present, own=False)))
 
         negotiation, own = self._prepare(f"{_kind(weight)} of {keys}", {"keys": keys}, part, weight)
@@ -217,7 +208,7 @@ class AllReduceStore(LocalStore):
 
     def _merge_bucket(self, bucket: Bucket, values: BucketValues, keys: list[Key], weight: float | None) -> None:
         if bucket not in self._flats:
-            of_keys = dict(by_key(bucket, values, keys))
+            of_keys = dict(arguments.by_key(bucket, values, keys))
             self._merge([(key, of_keys.get(key, [])) for key in bucket.keys], weight)
             return
 
@@ -299,11 +290,7 @@ class AllReduceStore(LocalStore):
             self._replace([(key, [total]) for key, total in sums], {})
 
     def _share_updates(
-        self,
-        owners: Owners,
-        keys: Sequence[Key],
-        flat: torch.Tensor | None = None,
-        runs: Sequence[Run] | None = None,
+        self, owners: Owners, keys: Sequence[Key], flat: torch.Tensor | None = None, runs: Sequence[Run] | None = None
     ) -> None:
         """Copy the weights of keys, or of a flat tensor, from their owners to all workers. Collective."""
         with self._workers.communicator() as communicator:
@@ -397,7 +384,7 @@ class AllReduceStore(LocalStore):
 
     def _check_shard(self, shard: str | None, memory: Sequence[float] | str) -> None:
         if shard is not None:
-            check_memory(memory, self.num_workers)
+            arguments.check_memory(memory, self.num_workers)
         self._wanted_memory = memory if shard is not None else None
 
     def _set_optimizer(self, group: OptimizerGroup) -> None:
@@ -421,7 +408,7 @@ class AllReduceStore(LocalStore):
 
         ``memory`` is as for `set_optimizer`.
         """
-        check_memory(memory, self.num_workers)
+        arguments.check_memory(memory, self.num_workers)
         device = tensors[0].device if tensors else _HOST
         owners = Owners(self._agreed_memory("owners_of", {"memory": repr(memory)}, memory, device))
         owners.assign(enumerate(tensors))
@@ -434,7 +421,7 @@ class AllReduceStore(LocalStore):
 
         def agree() -> list[float]:
             self._workers.group.check_same(items, call)
-            own = free_memory(device) if memory == "auto" else 0.0
+            own = arguments.free_memory(device) if memory == "auto" else 0.0
             return [float(one) for one in self._workers.group.all_gather(own, call)]
 
         free = self._run_in_order(call, agree)
@@ -466,19 +453,11 @@ class AllReduceStore(LocalStore):
         numbers: Sequence[int] = (),
         async_op: bool = False,
     ) -> Callable[[], CopyResult]:
-        """Copy each tensor from the rank that owns it to all workers, in place. Collective.
+        """Copy each flat tensor from the rank that owns it to all workers, in place. Collective.
 
-        Args:
-            names: description of the tensors; if it differs between workers, all raise a `MismatchError`.
-            tensors: flat tensors, of equal sizes on all workers.
-            owners: owner of each tensor.
-            missing: bit mask of at most 511 bits, to be combined by OR.
-            weight: number to be summed over the workers.
-            numbers: numbers of the tensors, for workers in `follow_owners`.
-            async_op: return before the copies are made.
-
-        Returns:
-            A function that waits for the copies, and returns the combined ``missing`` and ``weight``.
+        If the description ``names`` differs between workers, all raise a `MismatchError`. The bits of ``missing``, 511
+        or fewer, are combined by OR, and ``weight`` is summed over the workers. ``numbers`` tell workers in
+        `follow_owners` which tensors these are. Return a function that waits for the copies and returns both.
         """
         negotiations: list[Negotiation] = []
 

@@ -47,8 +47,7 @@ def pack_object(value: object) -> bytes:
 def unpack_object(data: bytes, what: str) -> Any:
     """Deserialize the output of `pack_object`, with tensors on the host; ``what`` names the value in errors.
 
-    Raises:
-        TypeError: if it has a type that needs pickle, which may run code, and GANGLINE_ALLOW_PICKLE is not 1.
+    TypeError if it has a type that needs pickle, which may run code, and GANGLINE_ALLOW_PICKLE is not 1.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not _may_run_code())

@@ -21,11 +21,9 @@ ERRORS: dict[str, type[Exception]] = {
 
 _TRACE = "\nTraceback of the server (most recent call last):\n"
 
-_SHOWN = 300
-"""Maximum characters of a call in an error message."""
+_SHOWN = 300  # maximum characters of a call in an error message
 
-_WRITES = "save_checkpoint"
-"""Name of the call that users tend to make on rank 0 alone."""
+_WRITES = "save_checkpoint"  # name of the call that users tend to make on rank 0 alone
 
 
 def error_name(error: BaseException) -> str:

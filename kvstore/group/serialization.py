@@ -8,8 +8,7 @@ from typing import Any
 import msgpack
 import torch
 
-_TENSOR = 1
-"""MessagePack extension code of a tensor, stored as [dtype name, shape, bytes]."""
+_TENSOR = 1  # MessagePack extension code of a tensor, stored as [dtype name, shape, bytes]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 

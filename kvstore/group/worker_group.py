@@ -21,12 +21,8 @@ class WorkerGroup:
     different names meet, all workers raise the same MismatchError, which names both. Data are numbers, strings, bytes,
     lists, dicts and tensors; tensors arrive on the host.
 
-    Args:
-        rank: this worker's rank.
-        size: number of workers.
-        exchange: moves the data.
-        is_recorded: returns whether this worker was restarted and its next call, of this name, was over before, so that
-            the call only returns its result.
+    ``exchange`` moves the data. ``is_recorded`` returns whether this worker was restarted and its next call, of this
+    name, was over before, so that the call only returns its result.
     """
 
     def __init__(
@@ -56,8 +52,7 @@ class WorkerGroup:
     def check_same(self, items: Mapping[str, Any], name: str) -> None:
         """Check that all workers give the same items in the same order.
 
-        Raises:
-            MismatchError: if they differ; the text names the first difference and is the same on all workers.
+        MismatchError if they differ; the text names the first difference and is the same on all workers.
         """
         check_same(self.all_gather(dict(items), name), name)
 

@@ -50,11 +50,8 @@ def write_aside(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
     """Write a safetensors file and flush it to disk; the caller then renames it to its final name.
 
     safetensors' `save_file` writes to a temporary file of its own first, which stays if this process is killed.
-
-    Args:
-        path: temporary name of the file; its folder is created.
-        tensors: tensors on any device; tensors that share memory are each written in full.
-        header: data for the file's metadata that JSON can hold.
+    Tensors that share memory are each written in full. The folder is created. The header, data that JSON can hold,
+    becomes metadata.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
@@ -166,9 +163,7 @@ def flush_folder(folder: Path) -> None:
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Read the tensors (on the host) and the header of a file that gangline wrote.
 
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, or gangline did not write it.
+    FileNotFoundError if there is no such file; ValueError if it is damaged, or gangline did not write it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")

@@ -242,10 +242,10 @@ class KeyedOptimizer:
         return OptimizerState(self.spec.name, initial, self._learning_rate, shapes, tensors, plain)
 
     @torch.inference_mode(mode=False)
-    def load_state(self, state: OptimizerState, keys: Iterable[Key] | None = None) -> None:
-        """Load the state of keys, by default of all, that `OptimizerState.check` accepts; the learning rate stays."""
+    def load_state(self, state: OptimizerState) -> None:
+        """Load the state of all keys, which `OptimizerState.check` accepts; the learning rate stays."""
         state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})
-        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in (self.weights if keys is None else keys)}
+        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
             encoded, _, name = place.rpartition("/")
             of_keys[json.loads(encoded)][name] = value

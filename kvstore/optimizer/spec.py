@@ -260,12 +260,7 @@ def check_learning_rate(value: Any) -> None:
 
 
 def check_not_negative(name: str, value: Any) -> None:
-    """Check a number.
-
-    Raises:
-        TypeError: if it is not a number.
-        ValueError: if it is negative, NaN or infinite.
-    """
+    """Raise TypeError if a value is not a number, ValueError if it is negative, NaN or infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; expected a number")
     if not 0 <= value < float("inf"):

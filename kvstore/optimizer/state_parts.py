@@ -27,8 +27,7 @@ from gangline.kvstore.optimizer import files
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key
 
-_PIECE = 4 << 20
-"""Bytes that are read or written at once."""
+_PIECE = 4 << 20  # bytes that are read or written at once
 _DTYPES = {name: dtype for dtype, name in files.DTYPES.items()}
 
 
@@ -282,11 +281,8 @@ def load(path: Path, most: float = math.inf) -> tuple[OptimizerState, list[str]]
     """Read a file of `KVStore.save_optimizer_states`.
 
     Also returns the names of the files of its folder that have the tensors, if they were not read: the parts that it
-    lists, or itself if it has more than ``most`` bytes.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged or holds no optimizer state.
+    lists, or itself if it has more than ``most`` bytes. FileNotFoundError if there is no such file; ValueError if it is
+    damaged or holds no optimizer state.
     """
     if path.is_file() and sum(tensor.nbytes for tensor in _head_of(path)[1].values()) > most:
         return check_whole(path), [path.name]

@@ -46,11 +46,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> ServerJob:
     """Read DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER.
 
     DMLC_WORKER_ID or DMLC_SERVER_ID requests a rank; GANGLINE_INTERFACE or DMLC_INTERFACE names the interface by which
-    other hosts reach this one.
-
-    Raises:
-        ValueError: if a variable is missing, out of range or not a number, or the scheduler's host is unknown; the
-            message names it.
+    other hosts reach this one. ValueError if a variable is missing, out of range or not a number, or the scheduler's
+    host is unknown; the message names it.
     """
     role = environment.get("DMLC_ROLE", "worker")
     if role not in ROLES:

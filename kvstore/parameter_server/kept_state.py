@@ -16,8 +16,7 @@ from typing import Any
 
 _HEAD = struct.Struct("<5Q")
 """Version of the log; then begin and end of the log of even, and of odd versions."""
-_ENTRY = struct.Struct("<2Q")
-"""Length and checksum of an entry; 0: it is not checked."""
+_ENTRY = struct.Struct("<2Q")  # length and checksum of an entry; 0: it is not checked
 _BEGIN = mmap.PAGESIZE
 
 

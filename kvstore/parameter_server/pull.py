@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
@@ -23,38 +22,10 @@ from gangline.kvstore.parameter_server.transport.frames import frame_of
 from gangline.kvstore.parameter_server.transport.shared_memory import region_of
 from gangline.kvstore.sparse import RowSparse, write_rows
 
-_MESSAGE_BYTES = 8 << 20
-"""Bytes of shards that one message requests."""
+_MESSAGE_BYTES = 8 << 20  # bytes of shards that one message requests
 
 _number_of = itemgetter(0)
 Handler = Callable[[Values, list[Tensor]], bool]
-
-
-@dataclass
-class ShardTarget:
-    """Destination of a shard's values."""
-
-    shard: ShardPlacement
-    outs: Sequence[Tensor]
-    """Tensors of the whole key, of any strides and devices."""
-
-    def write(self, values: Tensor) -> None:
-        """Write flat values of the shard into all tensors; the host does not wait for GPUs, which read a copy."""
-        shard, pinned = self.shard, None
-        for whole in self.outs:
-            out = host_staging.data_of(whole) if whole.is_inference() else whole
-            own = values
-            if out.is_cuda:
-                own = pinned = host_staging.pinned_like(values).copy_(values) if pinned is None else pinned
-            if shard.is_whole:
-                own = own if own.shape == out.shape else own.view(out.shape)
-                out.copy_(own, non_blocking=out.is_cuda)
-            elif out.is_contiguous():
-                out.view(-1)[shard.begin : shard.begin + shard.numel].copy_(own, non_blocking=out.is_cuda)
-            else:  # shards may begin inside a row: compute the index of each element
-                elements = torch.arange(shard.begin, shard.begin + shard.numel, device=out.device)
-                index = torch.unravel_index(elements, out.shape)
-                out[index] = own.to(out.device, non_blocking=out.is_cuda)
 
 
 class PullTargets:
@@ -67,10 +38,10 @@ class PullTargets:
         memory_of: Callable[[int], Segment],
         codec: Codec | None,
     ) -> None:
-        self._targets: dict[int, ShardTarget] = {}
+        self._targets: dict[int, tuple[ShardPlacement, Sequence[Tensor]]] = {}  # by number of the shard
         for key, outs in pairs:
             for shard in shards_of[key]:
-                self._targets[shard.number] = ShardTarget(shard, outs)
+                self._targets[shard.number] = shard, outs
         self._memory_of = memory_of
         self._codec = codec
 
@@ -78,9 +49,9 @@ class PullTargets:
         """Return the requests for all shards; ``rounds``: round of each key."""
         targets = [*self._targets.values()]
         if len(targets) == 1:
-            groups = [(targets[0].shard.server, [targets[0].shard])]
+            groups = [(targets[0][0].server, [targets[0][0]])]
         else:
-            groups = grouped_by_server([(one.shard, one.shard, one.shard.nbytes) for one in targets], _MESSAGE_BYTES)
+            groups = grouped_by_server([(shard, shard, shard.nbytes) for shard, _ in targets], _MESSAGE_BYTES)
         requests: list[Request] = []
         for server, shards in groups:
             entries = [(shard.number, rounds[shard.layout.key], DENSE, 0) for shard in shards]
@@ -96,13 +67,13 @@ class PullTargets:
             for index, (number, _, kind, nbytes) in enumerate(message.entries):
                 if number not in missing:
                     continue
-                target = self._targets[number]
-                dtype = target.outs[0].dtype
+                shard, outs = self._targets[number]
+                dtype = outs[0].dtype
                 if message.offsets:
                     data = region_of(self._memory_of(server), message.offsets[index], nbytes)
                 else:
                     data = datas[index]
-                target.write(self._decoded(data, target.shard, dtype) if kind == CODED else typed(data, dtype))
+                _write(self._decoded(data, shard, dtype) if kind == CODED else typed(data, dtype), shard, outs)
                 missing.discard(number)
             return not missing
 
@@ -114,6 +85,25 @@ class PullTargets:
         values = torch.empty(shard.numel, dtype=dtype, device="cpu")
         self._codec.decode(data.clone(), values)
         return values
+
+
+def _write(values: Tensor, shard: ShardPlacement, outs: Sequence[Tensor]) -> None:
+    """Write flat values of a shard into whole tensors; the host does not wait for GPUs, which read a copy."""
+    pinned = None
+    for whole in outs:
+        out = host_staging.data_of(whole) if whole.is_inference() else whole
+        own = values
+        if out.is_cuda:
+            own = pinned = host_staging.pinned_like(values).copy_(values) if pinned is None else pinned
+        if shard.is_whole:
+            own = own if own.shape == out.shape else own.view(out.shape)
+            out.copy_(own, non_blocking=out.is_cuda)
+        elif out.is_contiguous():
+            out.view(-1)[shard.begin : shard.begin + shard.numel].copy_(own, non_blocking=out.is_cuda)
+        else:  # shards may begin inside a row: compute the index of each element
+            elements = torch.arange(shard.begin, shard.begin + shard.numel, device=out.device)
+            index = torch.unravel_index(elements, out.shape)
+            out[index] = own.to(out.device, non_blocking=out.is_cuda)
 
 
 class RowPull:

@@ -31,10 +31,8 @@ from gangline.kvstore.sparse import RowSparse, summed
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _REASON_BYTES = 1024
-_MESSAGE_BYTES = 4 << 20
-"""Bytes of shards that share one message."""
-_DEFINE_BYTES = 16 << 20
-"""Bytes of initial values that share one message."""
+_MESSAGE_BYTES = 4 << 20  # bytes of shards that share one message
+_DEFINE_BYTES = 16 << 20  # bytes of initial values that share one message
 
 
 @dataclass(slots=True)
@@ -84,16 +82,10 @@ class PushEncoder:
         priority: int,
         weight: float | None = None,
     ) -> list[Request]:
-        """Write values, results of `encode` or `refusals`, to shared memory or frames, and return the push requests.
+        """Write results of `encode` or `refusals` to shared memory or frames, and return the push requests.
 
-        Args:
-            values: what is pushed.
-            rounds: round of each key.
-            learning_rate: on rank 0, and on ranks that have set one.
-            targets: destination of the values after those rounds; None: they are not pulled.
-            what: name of the call, for errors.
-            priority: requests of higher priority are sent first.
-            weight: see docs/protocol.md, Push.
+        ``targets`` get the values after those rounds; None: they are not pulled. ``what`` names the call in errors. For
+        ``learning_rate`` and ``weight`` see docs/protocol.md, Push.
         """
         requests: list[Request] = []
         allocated: list[int] = []
@@ -154,13 +146,8 @@ class PushEncoder:
     ) -> list[ShardValue]:
         """Read values: reduce, split and compress them; residuals change only if all values are valid.
 
-        Args:
-            pushed: key and values of the devices. A key without values takes part in the round as absent.
-            shards_of: shards of each key.
-            weight: see docs/protocol.md, Push.
-
-        Raises:
-            ValueError: if a value to be compressed contains NaN or infinity.
+        A key without values takes part in the round as absent. ValueError if a value to be compressed contains NaN or
+        infinity.
         """
         encoded: list[ShardValue] = []
         to_compress: list[tuple[Key, Tensor, Sequence[ShardPlacement]]] = []

@@ -36,19 +36,14 @@ _log = logging.getLogger("gangline")
 _TICK_MS = 50
 _ASK_SECONDS = 0.5
 """Interval of questions to the scheduler for the servers' addresses, which change when servers are restarted."""
-_CONNECT_SECONDS = 10.0
-"""Time for the scheduler to answer a new reader."""
-_LOST_SECONDS = 2.0
-"""Time after which a scheduler at whose address nobody listens is gone."""
+_CONNECT_SECONDS = 10.0  # time for the scheduler to answer a new reader
+_LOST_SECONDS = 2.0  # time after which a scheduler at whose address nobody listens is gone
 
-_MOST = (1 << 62) - 1
-"""Limit of versions."""
+_MOST = (1 << 62) - 1  # limit of versions
 
 _Tensors = Mapping[Key, Tensor]
-_Layout = tuple[str, tuple[int, ...]]
-"""dtype and shape."""
-_Place = tuple[str, int, Key]
-"""Address of a server, number of a shard there, and its key."""
+_Layout = tuple[str, tuple[int, ...]]  # dtype and shape
+_Place = tuple[str, int, Key]  # address of a server, number of a shard there, and its key
 
 
 class _Source:

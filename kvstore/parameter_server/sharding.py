@@ -28,8 +28,7 @@ _LARGEST_OF_TABLE = 8 << 30
 _SMALLEST = 1 << 18
 _PER_SERVER = 4
 """Shards of a key per server, unless they would be smaller than `_SMALLEST`; of a table one, which all calls reach."""
-_PARTS = 64
-"""Parts of a table per server of unequal ones, by which it gets its share."""
+_PARTS = 64  # parts of a table per server of unequal ones, by which it gets its share
 
 
 @dataclass(frozen=True)
@@ -213,10 +212,8 @@ def agree_on_keys(
 ) -> list[KeyLayout]:
     """Return the keys that are new, in the same order on all workers.
 
-    Args:
-        gathered: key, dtype, shape and whether its value is row-sparse, by worker in rank order; None for a worker
-            inside join(). A key is a table if its value is row-sparse on any worker.
-        known: shards of each key that is already initialised.
+    ``gathered`` has key, dtype, shape and whether its value is row-sparse, by worker in rank order; None for a worker
+    inside join(). A key is a table if its value is row-sparse on any worker. ``known`` keys are already initialised.
 
     Raises:
         MismatchError: if workers give different layouts for a key or initialise different keys; same text on all.

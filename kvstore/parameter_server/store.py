@@ -128,17 +128,8 @@ class DistStore(KVStore):
         self._queue = WorkQueue()
         self._streams = SideStreams()
         self._process = os.getpid()
-        self._finish = weakref.finalize(
-            self,
-            _finish_unclosed,
-            self._process,
-            own_job,
-            self._queue,
-            self._servers,
-            self._scheduler,
-            self._pool,
-            child_servers,
-        )
+        resources = own_job, self._queue, self._servers, self._scheduler, self._pool, child_servers
+        self._finish = weakref.finalize(self, _finish_unclosed, self._process, *resources)
         self._sharding = Sharding(len(self._scheduler.servers), self._scheduler.server_memory)
         self._shards: dict[Key, list[ShardPlacement]] = {}
         self._rounds: dict[Key, int] = {}
@@ -263,17 +254,8 @@ class DistStore(KVStore):
         described: list[list[list[object]]] = [[] for _ in range(self._servers.count)]
         for key, shards in self._shards.items():
             for one in shards:
-                layout = one.layout
-                entry: list[object] = [
-                    one.number,
-                    self._rounds[key],
-                    key,
-                    layout.dtype,
-                    layout.shape,
-                    one.begin,
-                    one.numel,
-                ]
-                described[one.server].append(entry)
+                layout = [one.layout.dtype, one.layout.shape, one.begin, one.numel]
+                described[one.server].append([one.number, self._rounds[key], key, *layout])
         values = {key: one.detach().resolve_conj().resolve_neg().cpu().contiguous() for key, one in extra.items()}
         described[0] += [
             [-1, 0, key, name_of_dtype(one.dtype), one.shape, 0, one.numel()] for key, one in values.items()
@@ -304,17 +286,7 @@ class DistStore(KVStore):
         return self._scheduler.silent_members(seconds)
 
     @refused_on_all_ranks
-    def join(self) -> int:
-        """Wait until all workers have called `join`; meanwhile rounds close without this worker.
-
-        Returns:
-            Rank of the worker that called `join` last.
-
-        Raises:
-            StallError: if a worker does not call `join` within the timeout. This worker then leaves the job, and all
-                its later calls but `close` raise an error, because rounds have closed without it.
-            DeadNodeError: if another worker has died or left, with the same consequences.
-        """
+    def join(self) -> int:  # noqa: D102  inherited
         self._check_open()
         if self._scheduler.is_elastic:
             self._continuation.refuse("join()")
@@ -683,21 +655,7 @@ class DistStore(KVStore):
 
     # Large optimizer state, which servers write and read themselves
 
-    def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:
-        """Write the optimizer's state to a safetensors file; an existing file is replaced atomically.
-
-        Above 4 GiB (`MAX_GATHERED`) each server writes a part beside the file, which names the parts. The path must
-        then be on a disk that this worker's host and the servers' share. Other workers are answered meanwhile.
-
-        Args:
-            path: the file. Its parts have names such as FILE.1f2e3d4c-0.part: move them with it.
-            group: group of keys, as `set_optimizer` returns it; None: the only one.
-
-        Raises:
-            RuntimeError: without an optimizer, or with several and without ``group``.
-            OSError: if a file cannot be written.
-            StallError: if a server does not go on within the timeout.
-        """
+    def save_optimizer_states(self, path: str | Path, *, group: OptimizerGroup | None = None) -> None:  # noqa: D102
         self._check_open()
         group = self._group_for("save_optimizer_states", group)
         self._catch_up("save_optimizer_states")

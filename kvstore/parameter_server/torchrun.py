@@ -17,8 +17,7 @@ from gangline.collectives.environments.job_key import inherited_key
 from gangline.collectives.transports.addresses import required_key
 from gangline.kvstore.parameter_server.environment import ServerJob
 
-_END_SECONDS = 10.0
-"""Time for the processes to end once the job is over."""
+_END_SECONDS = 10.0  # time for the processes to end once the job is over
 _POLL_SECONDS = 0.02
 
 

@@ -25,8 +25,7 @@ from gangline.kvstore.reducer.sharded_weights import NetworkState, ShardedWeight
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.kvstore.registry import create
 
-_LARGE = 1 << 16
-"""Minimum bytes of a parameter that its owner broadcasts by itself."""
+_LARGE = 1 << 16  # minimum bytes of a parameter that its owner broadcasts by itself
 _REFUSED = {"LBFGS": "it searches along a line by the loss of each worker alone, so the workers' weights would differ"}
 
 

@@ -55,8 +55,7 @@ class GradientReducer(Reducer):
     def finish(self, weight: float | None = None) -> None:
         """Push what was not pushed yet, and replace the gradients by the means. Collective.
 
-        Args:
-            weight: weight of this worker's gradients; None or 0: it has none in this step.
+        ``weight`` is that of this worker's gradients; None or 0: it has none in this step.
         """
         if self._store.compresses:
             raise ValueError(

@@ -46,15 +46,12 @@ class OwnedKeys:
         gathered = self._store.group.gather([own.header(), own.tensors], "optimizer_state")
         return OptimizerState.merged([OptimizerState.from_parts(*one) for one in gathered] or [own])
 
-    def load_state(self, whole: OptimizerState, what: str = "the state") -> None:
+    def load_state(self, whole: OptimizerState) -> None:
         """Replace the state by the owned part of ``whole``, equal on all workers; ValueError if it does not match."""
-        shapes = {json.dumps(name): list(one.shape) for name, one in self._weights.updated().items()}
-        wrong = [key for key, shape in whole.shapes.items() if shapes.get(key) != shape]
-        if wrong:
-            raise ValueError(f"{what} has state of {', '.join(wrong)}, which are unknown here or have other shapes")
+        whole.check(self.optimizer.spec.name, {name: one.shape for name, one in self._weights.updated().items()})
         owned = self._weights.owned()
-        part = whole.of_keys(owned.__contains__)
-        self.optimizer.load_state(replace(part, shapes={json.dumps(name): shapes[json.dumps(name)] for name in owned}))
+        shapes = {json.dumps(name): list(one.shape) for name, one in owned.items()}
+        self.optimizer.load_state(replace(whole.of_keys(owned.__contains__), shapes=shapes))
 
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the state of all weights to a file on rank 0. Collective."""
@@ -68,4 +65,4 @@ class OwnedKeys:
         self._store.group.run_on_rank(lambda: read.append(state_parts.load_whole(Path(path))), "load_states")
         state = read[0] if read else None
         parts = [state.header(), state.tensors] if isinstance(state, OptimizerState) else None
-        self.load_state(OptimizerState.from_parts(*self._store.group.broadcast(parts, "load_states")), str(path))
+        self.load_state(OptimizerState.from_parts(*self._store.group.broadcast(parts, "load_states")))

@@ -32,10 +32,8 @@ from gangline.kvstore.torch_hooks import watch_torch
 _log = logging.getLogger("gangline")
 _grad, _layout = attrgetter("grad"), attrgetter("layout")
 _data_ptr, _stride = methodcaller("data_ptr"), methodcaller("stride")
-_ROWS = "sparse rows"
-"""Name of a collective call."""
-_Place = tuple[int, tuple[int, ...]]
-"""Address and strides of a tensor."""
+_ROWS = "sparse rows"  # name of a collective call
+_Place = tuple[int, tuple[int, ...]]  # address and strides of a tensor
 Parameters = Mapping[Any, torch.Tensor]
 """Trained parameters of a replica, by `Key`."""
 
@@ -101,17 +99,12 @@ class Reducer:
         group: OptimizerGroup | None = None,
         continues_by: str = "a Trainer whose loop does not call kept()",
     ) -> None:
-        """Register hooks on the trained parameters.
+        """Register hooks on the trained parameters of each replica, whose weights the store holds already.
 
-        Args:
-            parameters: the parameters of each replica, with the same keys.
-            store: store that holds the weights already.
-            loose: keys whose parameters must keep memory of their own.
-            sparse: keys whose gradients may be sparse; others are ignored.
-            in_place: let the store update the parameters of a single replica in place, which it must not do during
-                backward.
-            group: optimizer of the keys; None: the store returns sums.
-            continues_by: whose training cannot go on in a restarted worker without a call of `kept`.
+        Parameters of ``loose`` keys keep memory of their own; gradients of ``sparse`` keys may be sparse. ``in_place``
+        lets the store update the parameters of a single replica in place, which it must not do during backward.
+        ``group`` is the optimizer of the keys; None: the store returns sums. ``continues_by`` says whose training
+        cannot go on in a restarted worker without a call of `kept`.
         """
         watch_torch()
         self._parameters: list[dict[Key, torch.Tensor]] = [dict(of_replica) for of_replica in parameters]
@@ -170,12 +163,10 @@ class Reducer:
     ) -> None:
         """Prepare for a backward.
 
-        Args:
-            active: indices of the replicas that take part in it.
-            push_early: push each bucket as soon as all of them have filled it, instead of in `finish`.
-            weight: as for `finish`.
-            rerun: the backward computes gradients of the same batch again after an earlier one has failed. Buckets
-                that were pushed then held the gradients of all replicas: they count, and are not pushed again.
+        With ``push_early`` each bucket is pushed as soon as the ``active`` replicas have filled it, instead of in
+        `finish`, whose weight is the same. ``rerun``: the backward computes gradients of the same batch again after an
+        earlier one has failed. Buckets that were pushed then held the gradients of all replicas: they count, and are
+        not pushed again.
         """
         if push_early:
             self._check_continued()

@@ -23,8 +23,7 @@ from gangline.kvstore.allreduce.store import CopyResult, Owned, with_owners
 from gangline.kvstore.interface import KVStore
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 
-_MAX_PENDING_REDUCTIONS = 2
-"""Maximum number of concurrent gradient reductions."""
+_MAX_PENDING_REDUCTIONS = 2  # maximum number of concurrent gradient reductions
 _MAX_GRADIENT_GROUPS = 511
 """Maximum number of groups of gradients: one bit each in the header of a copy."""
 
@@ -352,16 +351,11 @@ class ShardedWeights:
     def _copy(
         self, weights: Sequence[_Weight], full: Sequence[torch.Tensor], *, async_op: bool = False
     ) -> Callable[[], CopyResult]:
-        names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
+        names, owners, numbers = self._described(weights)
+        tensors, missing, weight = [one.view(-1) for one in full], self._not_ready, self._weight
         with self._timed():
             return self._store.copy_from_owners(
-                names,
-                [one.view(-1) for one in full],
-                owners,
-                self._not_ready,
-                self._weight,
-                numbers=self._numbers_of(weights),
-                async_op=async_op,
+                names, tensors, owners, missing, weight, numbers=numbers, async_op=async_op
             )
 
     # Prefetches
@@ -422,6 +416,10 @@ class ShardedWeights:
 
     def _numbers_of(self, weights: Sequence[_Weight]) -> list[int]:
         return [self._numbers[weight] for weight in weights]
+
+    def _described(self, weights: Sequence[_Weight]) -> tuple[str, list[int], list[int]]:
+        """Return names, owners and numbers of weights, for `AllReduceStore`."""
+        return ", ".join(one.name for one in weights), [one.owner for one in weights], self._numbers_of(weights)
 
     def _release(self, group: _WeightGroup) -> None:
         for weight in group.weights:
@@ -514,10 +512,8 @@ class ShardedWeights:
             parts = [(weight, self._take_weighted_gradient(weight, total)) for weight in weights]
             while len(self._reductions) >= _MAX_PENDING_REDUCTIONS:
                 self._take_means()
-            names, owners = ", ".join(weight.name for weight in weights), [weight.owner for weight in weights]
-            work = self._store.reduce_to_owners(
-                names, [part.view(-1) for _, part in parts], owners, numbers=self._numbers_of(weights)
-            )
+            names, owners, numbers = self._described(weights)
+            work = self._store.reduce_to_owners(names, [part.view(-1) for _, part in parts], owners, numbers=numbers)
             self._reductions.append((work, parts))
 
     def _take_weighted_gradient(self, weight: _Weight, total: float) -> torch.Tensor:
@@ -550,8 +546,7 @@ class ShardedWeights:
     def finish(self, weight: float | None = None) -> None:
         """Reduce the gradients that were not reduced yet, and wait for all means. Collective.
 
-        Args:
-            weight: weight of this worker's gradients; None: there was no backward.
+        ``weight`` is that of this worker's gradients; None: there was no backward.
         """
         while self._reductions:
             self._take_means()

@@ -14,15 +14,11 @@ from gangline.kvstore.interface import KVStore
 from gangline.kvstore.reducer.reducer import Reducer
 from gangline.kvstore.replica_check import octets_of
 
-_CHECKED_STEPS = 3
-"""First steps, in which the host waits for GPUs to compare bits."""
-_STEPS_PER_COPY = 8
-"""Later steps whose comparisons on a GPU share a copy to the host."""
-_WORDS = 64
-"""8-byte words in a row of `_sums_of_bits`."""
+_CHECKED_STEPS = 3  # first steps, in which the host waits for GPUs to compare bits
+_STEPS_PER_COPY = 8  # later steps whose comparisons on a GPU share a copy to the host
+_WORDS = 64  # 8-byte words in a row of `_sums_of_bits`
 _data_ptr, _version = methodcaller("data_ptr"), attrgetter("_version")
-_Unit = tuple[Sequence[Any], torch.Tensor]
-"""Keys, and the tensor that holds their parameters."""
+_Unit = tuple[Sequence[Any], torch.Tensor]  # keys, and the tensor that holds their parameters
 
 
 class WrittenWeights:
@@ -33,12 +29,8 @@ class WrittenWeights:
     such writes in them: a later write is undone by its step, and a RuntimeError about eight steps later. Of a table
     with sparse gradients only the rows are summed that a step replaces; writes to these are a RuntimeError.
 
-    Args:
-        parameters: of the first replica, with at least the reducer's keys.
-        reducer: the reducer that updates them.
-        store: the store that holds them.
-        sums_bits: whether to look for writes through ``.data``, because the store does not update the parameters in
-            place.
+    The parameters are those of the first replica, with at least the reducer's keys. ``sums_bits``: whether to look for
+    writes through ``.data``, because the store does not update the parameters in place.
     """
 
     def __init__(

@@ -59,12 +59,8 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
 def _find_address(wanted: str | None, connection: str) -> tuple[str, str]:
     """Return this host's address for the job, and the name of its network interface if it was asked for.
 
-    Args:
-        wanted: as for `interface_address`; None: the address at which ssh reached this host.
-        connection: SSH_CONNECTION of sshd: client address and port, server address and port.
-
-    Raises:
-        ValueError: if no interface fits.
+    ``wanted`` is as for `interface_address`, or None for the address at which ssh reached this host: the third word of
+    sshd's SSH_CONNECTION. ValueError if no interface fits.
     """
     if wanted is not None:
         return interface_address(wanted, "--interface")

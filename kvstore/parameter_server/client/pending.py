@@ -29,13 +29,10 @@ class RequestWork(Work):
         codec: Codec | None = None,
         on_late_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Start without requests.
+        """Start without requests; ``codec``: compression of pulled values.
 
-        Args:
-            name: for errors.
-            section: GPU streams on which values are read and answers are written; None: all are on the host.
-            codec: compression of pulled values.
-            on_late_error: called with errors of requests that completed when they were sent.
+        ``section`` has the GPU streams on which values are read and answers are written; None: all are on the host.
+        ``on_late_error`` is called with errors of requests that completed when they were sent.
         """
         super().__init__(name, None if section is None else section.join)
         self.name = name
@@ -125,16 +122,11 @@ def request_all(servers: ServerClient, requests: Sequence[Request], what: str) -
 
 
 def command(
-    servers: ServerClient,
-    name: str,
-    payload: bytes | Mapping[int, tuple[bytes, Sequence[Tensor]]] = b"",
+    servers: ServerClient, name: str, payload: bytes | Mapping[int, tuple[bytes, Sequence[Tensor]]] = b""
 ) -> list[tuple[bytes, list[Tensor]]]:
     """Run a command on servers and return payload and tensors of each result, in rank order.
 
-    Args:
-        servers: connections.
-        name: of the command.
-        payload: for all servers; or payload and tensors by rank, for some.
+    ``payload`` is for all servers, or payload and tensors by rank for some.
     """
     results: dict[int, tuple[bytes, list[Tensor]]] = {}
     if isinstance(payload, bytes):

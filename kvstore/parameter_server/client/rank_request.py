@@ -19,11 +19,7 @@ _REPEAT_SECONDS = 1.0
 
 
 def request_worker(scheduler: str, timeout: float) -> dict[str, str]:
-    """Return the environment variables of a new worker of an elastic job, which has their rank from now on.
-
-    Args:
-        scheduler: "HOST:PORT".
-        timeout: seconds to wait for the job.
+    """Ask the scheduler at "HOST:PORT" for the environment variables, and so the rank, of a new worker of its job.
 
     Raises:
         StallError: if there is no such job within the timeout, or it has not begun.

@@ -40,8 +40,7 @@ from gangline.kvstore.restart_variables import IF_POSSIBLE, LEAVING, PROCESS_RES
 _log = logging.getLogger("gangline")
 _TICK_MS = 100
 _LEAVE_SECONDS = 5.0
-_NOTICE_SECONDS = 5.0
-"""Time after which a process logs what it waits for if the job has not begun."""
+_NOTICE_SECONDS = 5.0  # time after which a process logs what it waits for if the job has not begun
 _CONFIRM_SECONDS = 1.0
 """Time for a lost connection to recover before checking whether the scheduler still listens."""
 _WITHDRAW_SECONDS = 1.0
@@ -65,13 +64,9 @@ class CollectiveNumbers(NamedTuple):
 class SchedulerClient:
     """Membership of a worker or server in its job; a separate thread talks to the scheduler.
 
-    Args:
-        role: "worker" or "server".
-        scheduler: "tcp://HOST:PORT".
-        rank: requested rank; -1: any.
-        address: address of a server.
-        memory: bytes that a server has, and whether the user has set them; see `protocol.Register`.
-        timeout: seconds to wait for other processes; None: GANGLINE_TIMEOUT.
+    The scheduler is at "tcp://HOST:PORT". ``memory`` has the bytes of a server, and whether the user has set them; for
+    ``role``, ``rank`` and ``address`` see `protocol.Register`. ``timeout``: seconds to wait for other processes; None:
+    GANGLINE_TIMEOUT.
 
     Raises:
         StallError: if the scheduler or another process does not respond within the timeout.

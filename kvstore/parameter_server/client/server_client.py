@@ -39,8 +39,7 @@ _log = logging.getLogger("gangline")
 _WINDOW = 16 << 20
 """Maximum bytes in flight to a server. Priorities only order unsent requests."""
 
-_MAX_QUEUED = 256 << 20
-"""Bytes of unsent requests beyond which `wait_for_room` blocks."""
+_MAX_QUEUED = 256 << 20  # bytes of unsent requests beyond which `wait_for_room` blocks
 
 _TICK_MS = 100
 _WATCH_SECONDS = 0.5
@@ -75,12 +74,8 @@ def _state(connection: _ServerConnection) -> str:
 class ServerClient:
     """Connections to all servers. Threads that wait for an answer drive the sockets, or else a background thread does.
 
-    Args:
-        scheduler: this worker's membership.
-        mode: "sync" or "async".
-        staleness: see `protocol.Hello`.
-        pool: memory that this worker shares with servers of its host; None: none.
-        timeout: seconds to wait for an answer.
+    For ``mode`` and ``staleness`` see `protocol.Hello`. ``pool`` is the memory that this worker shares with servers of
+    its host; None: none. An answer may take ``timeout`` seconds.
 
     Raises:
         MismatchError: if another worker has a different mode or staleness.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from msgspec import convert
+from msgspec import Struct, convert
 
 from gangline.collectives import hooks
 from gangline.collectives.errors import ProtocolError, name_ranks
@@ -18,16 +18,14 @@ from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.scheduler.views import Views
 
-_KEPT = 4
-"""Number of results kept for workers that lost them with their connection."""
+_KEPT = 4  # number of results kept for workers that lost them with their connection
 
 _RECORDED = 1024
 """Number of collectives of a round whose results are kept for restarted workers: the first and the last two rounds."""
 _RECORDED_BYTES = 256 << 20
 """Bytes of results that are kept for them; without its results a restarted worker fails."""
 
-_MAX_OPEN = 64
-"""Number of collectives that a worker may be in at once."""
+_MAX_OPEN = 64  # number of collectives that a worker may be in at once
 
 _ALIKE = 1.5
 """Servers are placed as equal ones unless one has this many times the free memory of another."""
@@ -83,8 +81,7 @@ class Member:
         return f"{self.role} {self.rank}"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Struct, frozen=True, array_like=True):
     """Result of a collective, or the error of all workers."""
 
     name: str
@@ -156,13 +153,12 @@ class JobState:
         self.workers, self.started, restarts, self.view, self.last_joined, result, guests, *rest = kept
         (views, replaced, members), self.guests = rest, set(guests)
         self.restarts, self.allows_restarts, self._keeps_records = max(restarts - 1, 0), True, True
-        self.join_result = protocol.JoinResult(*result) if result else None
+        self.join_result = convert(result, protocol.JoinResult | None)
         self.outcomes = {number: Outcome(*outcome) for number, outcome in outcomes.items()}
         self.number = max([self.join_result.number if self.join_result else 0, *outcomes])
         self.views.restore(*views)
         for index, (identity, registration, rank, state, *rest) in enumerate(members):
-            registered = convert([protocol.Register.kind, *registration], protocol.Register)
-            member = Member(identity, registered, rank, MemberState(state), *rest)
+            member = Member(identity, convert(registration, protocol.Register), rank, MemberState(state), *rest)
             member.heard_at = now
             (self.replaced if index < replaced else self.members)[identity] = member
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
-from msgspec.structs import astuple
+from msgspec.msgpack import decode, encode
 
-from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.kept_state import KeptLog
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState
 
@@ -33,7 +31,7 @@ class Record:
         kept: Any = None
         outcomes: dict[int, Any] = {}
         for entry in self._log.read():
-            newer, changed = msgpack.unpackb(entry, strict_map_key=False)
+            newer, changed = decode(entry)
             kept = newer or kept
             outcomes |= changed
         return kept, {number: outcome for number, outcome in outcomes.items() if outcome}
@@ -44,21 +42,11 @@ class Record:
         changed = {number: outcomes.get(number) for number in outcomes.keys() ^ self._numbers}
         if not changed and kept == self._kept:
             return
-        entry = _pack(None if kept == self._kept else kept, changed)
+        entry = encode((None if kept == self._kept else kept, changed))
         if self._log.nbytes + len(entry) <= self._most:
             self._log.append(entry)
         else:
-            self._log.replace([_pack(kept, outcomes)])
+            self._log.replace([encode((kept, outcomes))])
             self._log.trim()
             self._most = 2 * self._log.nbytes + _LEAST_GROWTH
         self._kept, self._numbers = kept, set(outcomes)
-
-
-def _pack(*parts: object) -> bytes:
-    return bytes(msgpack.packb(parts, default=_plain))
-
-
-def _plain(value: Any) -> list[Any]:
-    if isinstance(value, protocol.Message):
-        return list(astuple(value))
-    return sorted(value) if isinstance(value, (set, frozenset)) else list(vars(value).values())

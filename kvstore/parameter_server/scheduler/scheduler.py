@@ -17,7 +17,6 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
-from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
@@ -44,24 +43,16 @@ _TICK_MS = 100
 _MAX_MESSAGE = protocol.MAX_COLLECTIVE + protocol.MAX_HEADER
 _CONFIRM_SECONDS = 1.0
 """Time without messages after which a process of another host that closed its connection counts as dead."""
-_STATE_SECONDS = 0.3
-"""Interval of checks of the processes of this host."""
-_NAME = 4096
-"""Maximum characters of a call's name in `Waiting`."""
-_LEAVE_SECONDS = 10.0
-"""Time for servers to leave once all workers have."""
+_STATE_SECONDS = 0.3  # interval of checks of the processes of this host
+_NAME = 4096  # maximum characters of a call's name in `Waiting`
+_LEAVE_SECONDS = 10.0  # time for servers to leave once all workers have
 
 
 class Scheduler:
     """Scheduler of one job.
 
-    Args:
-        workers: number of workers.
-        servers: number of servers.
-        host: address to listen on.
-        port: port to listen on; 0: any free one.
-        is_supervised: a launcher ends this process if workers fail to start, so it waits for the first worker without
-            a timeout.
+    Port 0 is any free one. ``is_supervised``: a launcher ends this process if workers fail to start, so it waits for
+    the first worker without a timeout.
 
     Raises:
         RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
@@ -82,7 +73,6 @@ class Scheduler:
         self._heartbeat, self._limit, self._timeout = bounds.heartbeat, bounds.heartbeat_limit, bounds.timeout
         self._stall_warn, self._restart_limit = bounds.stall_warn, bounds.restart_limit
         self._listener = Listener(resolved(host), port=port)
-        self._refusals = RefusalLog()
         self.rejected = 0
         """Number of messages dropped because they were invalid."""
         self._waiting: dict[int, tuple[str, int]] = {}
@@ -90,7 +80,7 @@ class Scheduler:
         self._looked_at = 0.0
         self._checked_at = time.monotonic()
         publish(self, "scheduler")
-        self._unsent: list[tuple[Member, Message]] = []  # messages about changes that are not recorded yet
+        self._unsent: list[tuple[bytes, Message]] = []  # messages about changes that are not recorded yet
         kept = os.environ.pop(KEPT_MEMORY, "")
         self._record = Record(int(kept)) if kept else None
         state, outcomes = self._record.read() if self._record is not None else (None, {})
@@ -145,8 +135,8 @@ class Scheduler:
             unsent, self._unsent = self._unsent, []
             assert self._record is not None
             self._record.write(self._state)
-            for member, message in unsent:
-                self._send_now(member, message)
+            for identity, message in unsent:
+                self._send_now(identity, message)
 
     def close(self) -> None:
         """Close the sockets; sent messages are still delivered. Idempotent."""
@@ -170,12 +160,11 @@ class Scheduler:
                     self._listener.send(identity, [protocol.pack(self._attached())])
                     return
                 if isinstance(message, protocol.RankRequest):
-                    self._request_rank(Member(identity, protocol.Register("", -1, ("", 0, 0), "")), message)
+                    self._request_rank(identity, message)
                     return
                 if isinstance(message, protocol.Heartbeat):
                     text = "this process was counted as dead before the job began; start it again"
-                    stranger = Member(identity, protocol.Register("", -1, ("", 0, 0), ""))
-                    self._send(stranger, protocol.Rejected(ValueError.__name__, text))
+                    self._reply(identity, protocol.Rejected(ValueError.__name__, text))
                     return
                 if not isinstance(message, protocol.Register):
                     raise ProtocolError(f"received {type(message).__name__} from a process that has not registered")
@@ -190,10 +179,10 @@ class Scheduler:
             self.rejected += 1
             if isinstance(error, protocol.VersionError) and identity not in self._state.members:  # it gets ours
                 self._listener.send(identity, [protocol.pack(protocol.Rejected(ValueError.__name__, str(error)))])
-            self._refusals.warn("the scheduler drops a message: %s", error)
+            self._listener.refusals.warn("the scheduler drops a message: %s", error)
         except Exception:  # noqa: BLE001  the other members must not lose the scheduler by one message
             self.rejected += 1
-            self._refusals.warn("the scheduler drops a message of %d frames", len(frames), exc_info=True)
+            self._listener.refusals.warn("the scheduler drops a message of %d frames", len(frames), exc_info=True)
 
     def _handle(self, member: Member, message: Message) -> None:
         if member.why and not isinstance(message, protocol.Leave):  # counted as dead, for example after it was stopped
@@ -259,7 +248,7 @@ class Scheduler:
         rejection = self._state.rejection(registration)
         member = Member(identity, registration, heard_at=time.monotonic())
         if rejection:
-            self._send(member, protocol.Rejected(ValueError.__name__, rejection))
+            self._reply(identity, protocol.Rejected(ValueError.__name__, rejection))
             return None
         old = self._state.predecessor(registration) if self._state.started else None
         if old is not None and old.state is MemberState.PRESENT:  # its death was not noticed yet
@@ -273,7 +262,7 @@ class Scheduler:
             self._send_to_others(member, self._back(member))
         return member
 
-    def _request_rank(self, stranger: Member, request: protocol.RankRequest) -> None:
+    def _request_rank(self, stranger: bytes, request: protocol.RankRequest) -> None:
         """Ask the launcher for the rank of a worker of another host, or reject the request."""
         state, own, kind, text = self._state, version("gangline"), ValueError.__name__, ""
         if request.version != own:
@@ -284,11 +273,11 @@ class Scheduler:
             text = "the job is over"
         elif not state.started:
             kind, text = StallError.__name__, "the job has not begun: some of its processes have yet to register"
-        elif not (text := state.rejection_of_new()) and stranger.identity not in self._asking:
-            self._asking.add(stranger.identity)
-            self._tell_launcher(ASKED + stranger.identity.hex().encode())
+        elif not (text := state.rejection_of_new()) and stranger not in self._asking:
+            self._asking.add(stranger)
+            self._tell_launcher(ASKED + stranger.hex().encode())
         if text:
-            self._send(stranger, protocol.Rejected(kind, text))
+            self._reply(stranger, protocol.Rejected(kind, text))
 
     def _grant_ranks(self) -> None:
         """Send the ranks and variables that the launcher has answered."""
@@ -297,8 +286,7 @@ class Scheduler:
                 name, rank, variables = json.loads(line)
                 self._asking.discard(bytes.fromhex(name))
                 self._state.guests.add(rank)
-                stranger = Member(bytes.fromhex(name), protocol.Register("", -1, ("", 0, 0), ""))
-                self._send(stranger, protocol.RankGranted(variables))
+                self._reply(bytes.fromhex(name), protocol.RankGranted(variables))
 
     def _back(self, member: Member) -> protocol.MemberBack:
         return protocol.MemberBack(member.role, member.rank, self._state.view, member.registration.address)
@@ -511,7 +499,7 @@ class Scheduler:
                 missing.append(f"{count - len(ranks)} of {count} {role}s{f' (present: {known})' if known else ''}")
         text = f"{' and '.join(missing)} did not join within {self._timeout:g} s"
         for member in state.members.values():
-            self._send_now(member, protocol.Rejected(StallError.__name__, text))
+            self._send_now(member.identity, protocol.Rejected(StallError.__name__, text))
         self._tell_launcher(LOST)
         raise StallError(text)
 
@@ -536,14 +524,18 @@ class Scheduler:
                 self._send(other, message)
 
     def _send(self, member: Member, message: Message) -> None:
-        if self._record is None or isinstance(message, protocol.Heartbeat):
-            self._send_now(member, message)
-        else:
-            self._unsent.append((member, message))
+        self._reply(member.identity, message)
 
-    def _send_now(self, member: Member, message: Message) -> None:
-        # it has died, or does not read and will exceed the heartbeat limit
-        if not self._listener.send(member.identity, [protocol.pack(message)]):
+    def _reply(self, identity: bytes, message: Message) -> None:
+        if self._record is None or isinstance(message, protocol.Heartbeat):
+            self._send_now(identity, message)
+        else:
+            self._unsent.append((identity, message))
+
+    def _send_now(self, identity: bytes, message: Message) -> None:
+        member = self._state.members.get(identity)
+        if not self._listener.send(identity, [protocol.pack(message)]) and member is not None:
+            # it has died, or does not read and will exceed the heartbeat limit
             member.disconnected_at = member.disconnected_at or time.monotonic()
 
 

@@ -13,10 +13,7 @@ class Views:
     The table of a job whose workers are always the same has one view. In an elastic job the next one is agreed on in
     two steps (docs/protocol.md, Elastic workers): the workers of the newest view answer which step they have begun;
     then the servers confirm the view that follows from it. Until they have, workers do not get it. There are
-    ``workers`` at the start; none may leave below ``least`` or join above ``most``.
-
-    Raises:
-        ValueError: if ``workers`` is out of these bounds.
+    ``workers`` at the start, within the bounds; none may leave below ``least`` or join above ``most``.
     """
 
     def __init__(self, least: int, most: int, workers: int) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,10 +39,7 @@ _THREADS = 1024
 _UNDO_BYTES = 64
 _BEGIN = _UNDO + _THREADS * _UNDO_BYTES
 _RECORD_BYTES = 64
-_LOOP = 8192
-"""Bytes that are copied in the time that another range takes."""
-_Rates = dict[tuple[int, int], tuple[int, float]]
-"""By number of the group and thread: time of the last update, and the learning rate after it."""
+_LOOP = 8192  # bytes that are copied in the time that another range takes
 
 
 class Record:
@@ -233,7 +229,6 @@ class KeptMemory:
         for area in self._undo_areas:
             ranges += area.ranges()
         content = self._definitions.read()
-        rates: _Rates = {}
         torn: list[tuple[Shard, int | None]] = []  # with the numbers of their optimizers
         for packed in msgpack.unpackb(content) if content else ():
             number, dtype, shape, width, key, begin, is_whole, thread, at = packed
@@ -249,11 +244,9 @@ class KeptMemory:
             ranges += [(slot.offset, slot.flat.nbytes) for slot in slots]
             ranges += [(at, _RECORD_BYTES), *record.ranges()]
             if len(slots) < len(values):
-                torn.append((shard, content[3]))
-            self._restore(kept, content, optimizers, rates)
+                torn.append((shard, content[2]))
+            self._restore(kept, content, optimizers)
             ranges += [(offset, tensor.nbytes) for tensor, offset in [*kept.state.values(), *kept.sums]]
-        for (number, thread), (_, rate) in rates.items():
-            optimizers[number].set_learning_rate(thread, rate)
         self.pool.reserve(ranges)
         for shard, group in torn:  # before its memory is used for something else
             self.save(shard, shard.closed, None if group is None else optimizers.get(group))
@@ -261,12 +254,9 @@ class KeptMemory:
             area.clear()
         return [kept.shard for kept in self._shards.values()]
 
-    def _restore(
-        self, kept: _KeptShard, content: Sequence[Any], by_number: Mapping[int, ShardOptimizers], rates: _Rates
-    ) -> None:
+    def _restore(self, kept: _KeptShard, content: Sequence[Any], by_number: Mapping[int, ShardOptimizers]) -> None:
         shard = kept.shard
-        closed, stamp, rate, number, generation, applied, problems, rejected, sums, state, plain = content
-        shard.closed, shard.problems, shard.rejected = closed, problems, rejected
+        shard.closed, rate, number, generation, applied, shard.problems, shard.rejected, sums, state, plain = content
         for rank, last, ahead in applied:
             kept.applied[rank], kept.applied_ahead[rank] = last, set(ahead)
         shard.pushed = dict(kept.applied)
@@ -275,9 +265,7 @@ class KeptMemory:
         if optimizers is None or generation != self.settings.optimizers[number][0]:
             return
         kept.state = {name: (self._tensor(*layout), layout[2]) for name, layout in state.items()}
-        optimizers.restore(shard, {**{name: tensor for name, (tensor, _) in kept.state.items()}, **plain})
-        if rate is not None and stamp >= rates.get((number, shard.thread), (0, 0.0))[0]:
-            rates[number, shard.thread] = stamp, rate
+        optimizers.restore(shard, {**{name: tensor for name, (tensor, _) in kept.state.items()}, **plain}, rate)
         if sums:
             kept.sums = [(self._tensor(*layout), layout[2]) for layout in sums]
             first, *more = [tensor.clone() for tensor, _ in kept.sums]
@@ -362,7 +350,6 @@ class KeptMemory:
         content = [
             values,
             closed,
-            time.monotonic_ns(),
             rate,
             number,
             generation,

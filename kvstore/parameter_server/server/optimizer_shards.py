@@ -63,8 +63,8 @@ class Definition:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def pack_spec(spec: OptimizerSpec) -> bytes:
-    """Serialise an optimizer of torch.optim: servers import nothing by a name received over the network."""
+def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
+    """Serialise the optimizer, of torch.optim, of a group: servers import nothing by a name from the network."""
     if not spec.is_known_class:
         raise ValueError(
             f"optimizer {spec.optimizer_class.__module__}.{spec.optimizer_class.__qualname__} is not of torch.optim, "
@@ -73,16 +73,11 @@ def pack_spec(spec: OptimizerSpec) -> bytes:
     thresholds = {name: getattr(spec, name) for name in THRESHOLDS}
     arguments = {**spec.arguments, "rescale_grad": spec.rescale_grad, **thresholds}
     factors = [list(one.items()) if isinstance(one, Mapping) else one for one in (spec.lr_mult, spec.wd_mult)]
-    return bytes(msgpack.packb([spec.name, arguments, *factors]))
-
-
-def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
-    """Serialise the optimizer of a group of keys, as `OptimizerGroup`."""
-    return bytes(msgpack.packb([number, keys, pack_spec(spec)]))
+    return bytes(msgpack.packb([number, keys, msgpack.packb([spec.name, arguments, *factors])]))
 
 
 def read_spec(payload: bytes) -> OptimizerSpec:
-    """Read the result of `pack_spec`; ValueError or TypeError if it is not a valid optimizer."""
+    """Read the optimizer in the result of `pack_group`; ValueError or TypeError if it is not a valid one."""
     name, arguments, lr_mult, wd_mult = msgpack.unpackb(payload)
     ours = {"lr_mult": lr_mult, "wd_mult": wd_mult}
     factors = {argument: value if isinstance(value, str) else dict(value) for argument, value in ours.items() if value}
@@ -100,6 +95,7 @@ class ShardOptimizers:
         self._spec = spec
         own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(threads)]
         self._of_threads = [KeyedOptimizer(one) for one in own]
+        self._last_rates: dict[int, float] = {}  # learning rate of the last update of each shard that had one
         self._kept: dict[int, tuple[Shard, Tensor | RowSparse, float]] = {}  # shard number -> shard, sum, L2 norm
 
     @property
@@ -149,8 +145,10 @@ class ShardOptimizers:
 
     def _update(self, shard: Shard, gradient: Tensor | RowSparse, learning_rate: float | None) -> None:
         optimizer = self._optimizer_of(shard)
-        if learning_rate is not None and learning_rate != optimizer.learning_rate:
-            optimizer.learning_rate = learning_rate
+        if learning_rate is not None:
+            self._last_rates[shard.number] = learning_rate
+        if (rate := self.learning_rate_of(shard)) != optimizer.learning_rate:
+            optimizer.learning_rate = rate
         weight = shard.weight
         if isinstance(gradient, RowSparse):
             rows = gradient.values.to(weight.dtype).view(len(gradient.indices), *weight.shape[1:])
@@ -162,9 +160,10 @@ class ShardOptimizers:
         """Return the state of a shard, which updates change: tensors and plain values by name."""
         return self._optimizer_of(shard).state_of(shard.number)
 
-    def restore(self, shard: Shard, state: Mapping[str, Any]) -> None:
-        """Set the state of a shard; tensors are not copied."""
+    def restore(self, shard: Shard, state: Mapping[str, Any], learning_rate: float) -> None:
+        """Set the state of a shard, whose tensors are not copied, and the learning rate of its last update."""
         self.state_of(shard).update(state)
+        self._last_rates[shard.number] = learning_rate
 
     def replace_state(self, shard: Shard, state: dict[str, Any]) -> None:
         """Replace the state of a shard, in its thread; tensors are not copied."""
@@ -176,17 +175,13 @@ class ShardOptimizers:
 
     def learning_rate_of(self, shard: Shard) -> float:
         """Return the learning rate of a shard's last update, before lr_mult."""
-        return self._of_threads[shard.thread].learning_rate
-
-    def set_learning_rate(self, thread: int, learning_rate: float) -> None:
-        """Set the learning rate of the shards of a thread, as of their last update."""
-        self._of_threads[thread].learning_rate = learning_rate
+        return self._last_rates.get(shard.number, float(self._spec.arguments["lr"]))
 
     def state(self, shards: Sequence[Shard]) -> tuple[bytes, list[Tensor]]:
         """Return the state of the first of these shards, as many as fit a message and at least one: see `StatePart`."""
         part = StatePart()
         for shard in shards:
-            state = self._optimizer_of(shard).state_of(shard.number)
+            state = self.state_of(shard)
             if not part.takes(shard.number, shard.key, state):
                 break
         return part.packed()
@@ -194,24 +189,22 @@ class ShardOptimizers:
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> list[Shard]:
         """Replace the state of some shards, which are returned; ValueError if it does not fit."""
         _, name, part = msgpack.unpackb(payload)
+        OptimizerState(name, 0.0, 0.0, {}, {}, {}).check(self.name, {})
         numbers, plain, tensors = unpack_part(part, datas)
-        state = OptimizerState(name, 0.0, 0.0, {}, tensors, plain)
-        loaded = [shards[number] for number in numbers]
+        states: dict[int, dict[str, Any]] = {number: {} for number in numbers}
+        for path, value in [*plain.items(), *tensors.items()]:
+            number, _, entry = path.rpartition("/")
+            states[int(number)][entry] = value
+        loaded = [shards[one] for one in numbers]
         for shard in loaded:
-            self._optimizer_of(shard)
-        for thread, optimizer in enumerate(self._of_threads):
-            mine = {shard.number: list(shard.weight.shape) for shard in loaded if shard.thread == thread}
-            if mine:
-                shapes = {json.dumps(number): shape for number, shape in mine.items()}
-                optimizer.load_state(replace(state.of_keys(mine.__contains__), shapes=shapes), mine)
+            self._optimizer_of(shard).restore(shard.number, states[shard.number])
         return loaded
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
         optimizer = self._of_threads[shard.thread]
-        lr_mult, wd_mult = self._spec.factors(shard.key)
-        optimizer.spec.lr_mult[shard.number] = lr_mult
-        if not isinstance(optimizer.spec.wd_mult, str):
-            optimizer.spec.wd_mult[shard.number] = wd_mult
+        if shard.number not in optimizer.weights:
+            assert isinstance(optimizer.spec.wd_mult, dict)
+            optimizer.spec.lr_mult[shard.number], optimizer.spec.wd_mult[shard.number] = self._spec.factors(shard.key)
         optimizer.add(shard.number, shard.weight)
         return optimizer
 

@@ -19,22 +19,18 @@ import torch
 
 from gangline.collectives.errors import MismatchError, StallError
 from gangline.collectives.limits import limits
-from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import MAX_PARTS, PART_BYTES, Attach, Detached, Part, Read, Want
 from gangline.kvstore.parameter_server.server.shards import Shard, Slot
 from gangline.kvstore.parameter_server.transport.listener import Listener
 
 _log = logging.getLogger("gangline")
-_KEPT = 2
-"""Number of whole versions that are kept."""
+_KEPT = 2  # number of whole versions that are kept
 _MOST_READERS = 256
 _IDLE_SECONDS = 0.002
 """Time after the last message of a worker from which on parts are sent at once."""
-_SHARE = 20
-"""Before that they are sent a twentieth of the time."""
-_TURN_SECONDS = 0.0003
-"""Time for parts between two looks at other messages."""
+_SHARE = 20  # before that they are sent a twentieth of the time
+_TURN_SECONDS = 0.0003  # time for parts between two looks at other messages
 
 
 @dataclass(eq=False)
@@ -168,7 +164,6 @@ class Readers:
         published.on_whole = self._answer_all
         self._readers: dict[bytes, _Reader] = {}
         self._dropped: dict[bytes, str] = {}  # reasons of the last ones, by identity
-        self._refusals = RefusalLog()
         self._limit = limits().heartbeat_limit
         self._yielded_at = self._next_at = 0.0  # `time.monotonic` seconds
 
@@ -269,7 +264,7 @@ class Readers:
 
     def _drop(self, reader: _Reader, why: str) -> None:
         text = f"server {self._rank} has dropped reader {reader.name}: {why}"
-        self._refusals.warn("%s", text)
+        self._listener.refusals.warn("%s", text)
         self._forget(reader)
         if self._listener.is_full(reader.identity):
             self._dropped[reader.identity] = text  # it is told when it attaches again

@@ -28,8 +28,7 @@ from gangline.kvstore.sparse import RowSparse
 
 _log = logging.getLogger("gangline")
 _value_of = attrgetter("value")  # calls no Python, as a small push makes few calls
-_BLOCKED_SECONDS = 0.05
-"""Interval of checks for workers that wait for each other."""
+_BLOCKED_SECONDS = 0.05  # interval of checks for workers that wait for each other
 
 
 class ShardRounds:
@@ -68,6 +67,8 @@ class ShardRounds:
         """Workers that wait in a collective for other workers, with the call's name and number: meanwhile
         acknowledgements to the others are not withheld, and in async mode they do not bound the staleness of others."""
         self.published = Published()
+        self.changed: set[Shard] = set()
+        """Shards that `advance` has to examine."""
         self._views = [(1, frozenset(range(workers)))]  # first round and the ranks that it needs
         self._before: dict[int, int] = {}  # last round before the first one of a worker that came later
         self._leaving: set[int] = set()  # workers of earlier views that may still pull the value after their last round
@@ -77,15 +78,9 @@ class ShardRounds:
         self._fail = fail
         self._gone: dict[int, str] = {}
         self._lost: dict[int, str] = {}  # gone workers that rounds may need
-        self._changed: set[Shard] = set()
         self._stall_warn = limits().stall_warn
         self._warned_at = 0.0
         self._blocked_until = 0.0
-
-    @property
-    def has_changes(self) -> bool:
-        """True if `advance` has shards to examine."""
-        return bool(self._changed)
 
     @property
     def is_broken(self) -> bool:
@@ -100,7 +95,7 @@ class ShardRounds:
             for rank in ranks:
                 self._before.setdefault(rank, first - 1)
         self._leaving = {*self.ranks() - self._views[-1][1] - self._gone.keys()}
-        self._changed.update(self.shards.values())
+        self.changed.update(self.shards.values())
 
     def ranks(self) -> frozenset[int]:
         """Return all workers that take part or have taken part."""
@@ -113,10 +108,6 @@ class ShardRounds:
     def last_push(self, shard: Shard, rank: int) -> int:
         """Return the last round up to which all pushes of a worker have arrived."""
         return shard.pushed.get(rank, self.before(rank))
-
-    def mark_changed(self, shards: Iterable[Shard]) -> None:
-        """Mark shards that `advance` must examine."""
-        self._changed.update(shards)
 
     def push(self, shard: Shard, rank: int, number: int, value: PushedValue, learning_rate: float | None) -> None:
         """Add a worker's value to a round of a shard, and its learning rate if it sent one."""
@@ -136,7 +127,7 @@ class ShardRounds:
                 if rank != first or learning_rate is None:  # else a restarted server may get an old push again
                     learning_rate = optimizer.rates[first]
                 this.learning_rate = first, learning_rate
-        self._changed.add(shard)
+        self.changed.add(shard)
 
     def wait(self, shard: Shard, waiter: Waiter) -> None:
         """Add a worker that waits for the value after a round."""
@@ -144,7 +135,7 @@ class ShardRounds:
             return
         if shard.waiters.setdefault((waiter.rank, waiter.sequence), waiter) is waiter:
             shard.new_waiters.append(waiter)
-            self._changed.add(shard)
+            self.changed.add(shard)
 
     def awaited(self, blocked: Collection[int]) -> set[int]:
         """Return the workers that others wait for, in a collective or for a round that they have not pushed.
@@ -219,10 +210,10 @@ class ShardRounds:
 
     def advance(self) -> None:
         """Close the rounds that are complete and answer waiters, for shards that have changed or were stopped."""
-        self._changed |= self.stopped_by_unread
+        self.changed |= self.stopped_by_unread
         self.stopped_by_unread.clear()
-        while self._changed:
-            shard = self._changed.pop()
+        while self.changed:
+            shard = self.changed.pop()
             if shard.waiters and not shard.slot.is_written:
                 self._answer_waiters(shard)
             if shard.state is State.CLOSED:
@@ -443,7 +434,7 @@ class ShardRounds:
         for one in this.pushes.values():
             if one.release is not None:
                 one.release()
-        self._changed.add(shard)
+        self.changed.add(shard)
 
     def _answer_waiters(self, shard: Shard) -> None:
         """Send the value, or the error of the round, to waiters whose round is closed."""
@@ -521,7 +512,7 @@ class ShardRounds:
         """Set the workers that wait in collectives."""
         if calls is not self.in_collectives:
             self.in_collectives = calls
-            self._changed.update(shard for shard in self.shards.values() if shard.waiters)
+            self.changed.update(shard for shard in self.shards.values() if shard.waiters)
 
     def mark_gone(self, gone: Mapping[int, str]) -> list[int]:
         """Mark ranks as gone, fail waiters whose round can no longer close, and return the newly gone ranks."""
@@ -531,7 +522,7 @@ class ShardRounds:
         self._lost.update({rank: gone[rank] for rank in new if gone[rank] or rank in self._views[-1][1]})
         for shard in self.shards.values() if new else ():
             self._drop_waiters(shard, self._gone)
-            self._changed.add(shard)
+            self.changed.add(shard)
         if self._lost and self.is_sync:
             self._fail_waiters()
         return new
@@ -540,7 +531,7 @@ class ShardRounds:
         """Drop the requests of a dead worker that may be restarted; its pushes still count."""
         for shard in self.shards.values():
             self._drop_waiters(shard, (rank,))
-        self._changed.update(self.shards.values())
+        self.changed.update(self.shards.values())
 
     @staticmethod
     def _drop_waiters(shard: Shard, ranks: Collection[int]) -> None:

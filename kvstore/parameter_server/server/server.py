@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gangline.collectives.errors import DeadNodeError, MismatchError, ProtocolError
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
-from gangline.collectives.transports.refusal_log import RefusalLog
 from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.arguments import available_memory
 from gangline.kvstore.compression import Compression, parse
@@ -44,12 +43,9 @@ _log = logging.getLogger("gangline")
 _TICK_MS = 200
 _READ_MS = 2
 """Interval of looks at what workers have read, while that stops a round or their values."""
-_LOOK_SECONDS = 0.05
-"""Interval of checks of waits while messages arrive."""
-_EARLY = 64
-"""Number of workers that may send Hello before the scheduler has announced them."""
-_LAST_SECONDS = 5.0
-"""Time for readers to pull the last version once the workers have left."""
+_LOOK_SECONDS = 0.05  # interval of checks of waits while messages arrive
+_EARLY = 64  # number of workers that may send Hello before the scheduler has announced them
+_LAST_SECONDS = 5.0  # time for readers to pull the last version once the workers have left
 _SMALL_MESSAGES = 64 << 20
 _PER_MESSAGE = 9
 """Maximum bytes of a message beyond the above, in multiples of all shards' bytes (numbers of rows of one byte)."""
@@ -74,7 +70,6 @@ class Server:
         self._commands: list[tuple[WorkerSession, protocol.Command, list[memoryview]]] = []
         self._early: dict[bytes, protocol.Hello] = {}  # of processes not yet announced by the scheduler
         self._fenced: set[bytes] = set()
-        self._refusals = RefusalLog()
         self.rejected = 0
         """Number of invalid messages."""
         self._received_bytes = 0  # of pushes
@@ -99,11 +94,7 @@ class Server:
         counters = {"rounds": rounds, "received_bytes": self._received_bytes, "sent_bytes": sent}
         if versions := self._rounds.published.numbers:
             counters |= {"version": versions[-1], "read_bytes": self._readers.sent_bytes}
-        return {
-            "part": "server",
-            "counters": counters,
-            "waits": self._rounds.waits(),
-        }
+        return {"part": "server", "counters": counters, "waits": self._rounds.waits()}
 
     def _restore(self, kept: KeptMemory) -> None:
         """Restore the state that this server kept before its restart."""
@@ -116,7 +107,7 @@ class Server:
         rounds.joined.update(settings.joined)
         self._follow_views()
         for shard in kept.restore(rounds.optimizers.all, self._thread_pool.size):
-            self._thread_pool.assign(shard.flat.nbytes, shard.thread)
+            self._thread_pool.loads[shard.thread] += shard.flat.nbytes
             rounds.shards[shard.number] = shard
             if not shard.pushed:  # pushes of all workers are in the closed rounds, or come again
                 taking_part = (rank for rank in rounds.ranks() if rounds.before(rank) <= shard.closed)
@@ -201,7 +192,7 @@ class Server:
             if self._commands and not self._rounds.is_held and self._rounds.are_settled():
                 self._run_commands()
                 self._sessions.flush()
-            if not self._rounds.has_changes:
+            if not self._rounds.changed:
                 return
 
     def _end_hold(self) -> None:
@@ -215,7 +206,7 @@ class Server:
         present = {worker.rank for worker in self._sessions.workers.values() if worker.identity in self._repeated}
         if present.union(out) >= self._rounds.ranks():
             self._rounds.is_held = False
-            self._rounds.mark_changed(self._rounds.shards.values())
+            self._rounds.changed.update(self._rounds.shards.values())
 
     # Messages
 
@@ -256,7 +247,7 @@ class Server:
             self.rejected += 1
         text = str(error.args[0]) if error.args else type(error).__name__  # str() of a KeyError adds quotes
         is_expected = isinstance(error, (ProtocolError, MismatchError, DeadNodeError))
-        self._refusals.warn(
+        self._listener.refusals.warn(
             "server %d rejects a message: %s", self._scheduler.rank, text, exc_info=None if is_expected else error
         )
         text = text[: 1 << 16] if is_expected else text_with_traceback(text, error)
@@ -623,7 +614,7 @@ class Server:
                 return msgpack.packb(rounds.rounds_of(worker.rank)), []
             case "join":
                 rounds.joined.add(worker.rank)
-                rounds.mark_changed(rounds.shards.values())
+                rounds.changed.update(rounds.shards.values())
             case "resume":
                 rounds.joined.discard(worker.rank)
                 for one in rounds.optimizers.all.values() if worker.rank else ():
@@ -659,7 +650,7 @@ class Server:
             self._kept.remove(removed)
         for shard in removed:
             self._rounds.published.remove(shard)
-            self._thread_pool.unassign(shard.thread, shard.flat.nbytes)
+            self._thread_pool.loads[shard.thread] -= shard.flat.nbytes
         if self._pool is not None:
             for slot in [slot for shard in removed for slot in shard.slots]:
                 self._pool.free(slot.offset)
@@ -692,14 +683,6 @@ def _row_numbers(data: Tensor, shard: Shard) -> Tensor:
     return rows
 
 
-def serve(job: environment.ServerJob) -> int:
-    """Run a server until its job ends; return its exit code."""
-    torch.set_num_threads(1)  # per thread of the pool: torch's threads would compete with workers for cores
-    with open_server(job) as server:
-        server.run()
-        return server.exit_code(is_supervised=job.is_supervised)
-
-
 @contextmanager
 def open_server(job: environment.ServerJob) -> Iterator[Server]:
     """Join a job as a server; leave it at the end of the block, with the reason if it fails."""
@@ -729,6 +712,10 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
 
 
 def main() -> int:
-    """Run the server of the job in the environment."""
+    """Run the server of the job in the environment until the job ends; return its exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    return serve(environment.from_environment())
+    torch.set_num_threads(1)  # per thread of the pool: torch's threads would compete with workers for cores
+    job = environment.from_environment()
+    with open_server(job) as server:
+        server.run()
+        return server.exit_code(is_supervised=job.is_supervised)

@@ -77,10 +77,7 @@ class Sessions:
     """Sessions with all workers, and everything that is sent to them.
 
     A message of one worker costs nothing for each of the others: workers to which something is due are kept apart.
-
-    Args:
-        listener: sends the messages.
-        awaited: returns the ranks for whose pushes others wait, given those whose acknowledgements are withheld.
+    ``awaited`` returns the ranks for whose pushes others wait, given those whose acknowledgements are withheld.
     """
 
     def __init__(self, listener: Listener, awaited: Callable[[Collection[int]], Collection[int]]) -> None:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from gangline.collectives.transports.shm.segments import Words
 
-_FEW = 8
-"""Rows are copied one by one if they are less than this fraction of a shard."""
+_FEW = 8  # rows are copied one by one if they are less than this fraction of a shard
 
 
 @dataclass(slots=True)
@@ -210,10 +209,7 @@ class Shard:
     ) -> Tensor | RowSparse | None:
         """Return the pushed value in an entry's uint8 data; None for ABSENT. ValueError if they do not fit the shard.
 
-        Args:
-            kind: DENSE, ROWS, CODED, ABSENT or REFUSED.
-            data: of the entry.
-            decode: decoder of the compression that is set; None: no compression.
+        ``decode`` is the decoder of the compression that is set; None: no compression.
         """
         if kind == DENSE:
             if data.nbytes != self.flat.nbytes:
@@ -253,10 +249,8 @@ class Shard:
     ) -> Tensor | RowSparse:
         """Return the sum of a round in the order given, or its weighted mean if the pushes have weights.
 
-        Args:
-            pushes: at least one, all with values, in rank order.
-            allocate: returns flat memory for a dense sum.
-            absent: summed weights of the workers without a value, whose gradient is 0.
+        All ``pushes`` have values. ``allocate`` returns flat memory for a dense sum; ``absent`` is the summed weight of
+        the workers without a value, whose gradient is 0.
         """
         dense: list[Tensor] = []
         sparse: list[RowSparse] = []

@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -28,23 +28,17 @@ class ThreadPool:
         """Number of threads."""
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when work has completed or `notify` was called."""
-        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        self._threads: list[threading.Thread] = []
+        names = [f"gangline-shards-{index}" for index in range(self.size)]
+        self._threads = [ThreadPoolExecutor(1, name, _begin) for name in names]  # each begins with its first work
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = [0] * self.size
         self._scratch = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.size
-        self._loads = [0] * self.size  # bytes of the shards of each thread
+        self.loads = [0] * self.size
+        """Bytes of the shards of each thread."""
 
-    def assign(self, nbytes: int, thread: int | None = None) -> int:
-        """Assign a new shard of this many bytes to a thread, by default that with the fewest; return the thread."""
-        if thread is None:
-            return place([nbytes], [1] * self.size, self._loads)[0]
-        self._loads[thread] += nbytes
-        return thread
-
-    def unassign(self, thread: int, nbytes: int) -> None:
-        """Subtract the bytes of a removed shard from the load of its thread."""
-        self._loads[thread] -= nbytes
+    def assign(self, nbytes: int) -> int:
+        """Assign a new shard of this many bytes to the thread with the fewest, which is returned."""
+        return place([nbytes], [1] * self.size, self.loads)[0]
 
     def scratch(self, thread: int, nbytes: int) -> Tensor:
         """Return uint8 memory that work of a thread may use; the same each time, so it is likely in the CPU caches."""
@@ -55,16 +49,11 @@ class ThreadPool:
     def run(self, thread: int, nbytes: int, work: Callable[[], None], then: Callable[[str], None]) -> None:
         """Run work in a thread, then call ``then`` in the main thread with the error text ("": success).
 
-        Args:
-            thread: index of the thread.
-            nbytes: bytes that the work touches; little work runs immediately in the main thread.
-            work: called in the thread.
-            then: called by `run_callbacks`, or immediately if the work ran immediately.
+        Work that touches few bytes runs immediately in the main thread; else `run_callbacks` calls ``then``.
         """
         if nbytes <= _INLINE and not self._running[thread]:
             then(_problem_of(work))
             return
-        self._start()
         self._running[thread] += 1
 
         def job() -> None:
@@ -77,7 +66,7 @@ class ThreadPool:
             self._completed.put(callback)
             self.notify()
 
-        self._queues[thread].put(job)
+        self._threads[thread].submit(job)
 
     def run_callbacks(self) -> None:
         """Call the callbacks of completed work and reset the eventfd; never blocks."""
@@ -102,26 +91,15 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the threads."""
-        for one in self._queues:
-            one.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.shutdown()
         event_fd, self.event_fd = self.event_fd, -1
         os.close(event_fd)
 
-    def _start(self) -> None:
-        for index in range(self.size if not self._threads else 0):
-            self._queues.append(queue.SimpleQueue())
-            thread = threading.Thread(target=self._work, args=(index,), name=f"gangline-shards-{index}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
 
-    def _work(self, index: int) -> None:
-        torch.set_num_threads(1)
-        torch.set_grad_enabled(False)  # per thread
-        while (job := self._queues[index].get()) is not None:
-            job()
-            del job
+def _begin() -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)  # per thread
 
 
 def _problem_of(work: Callable[[], None]) -> str:

@@ -26,8 +26,7 @@ from gangline.kvstore.parameter_server.transport.socket_buffers import close_cut
 
 _COPIED = 1 << 16
 _RETRY_SECONDS = 0.1
-_PROBE_SECONDS = 0.5
-"""Time to find out whether anybody listens at an address."""
+_PROBE_SECONDS = 0.5  # time to find out whether anybody listens at an address
 
 ECHO = b"echo"
 """End of the identity of a process's connection that returns the scheduler's messages, see `start_echo`."""

@@ -37,8 +37,7 @@ _STRANGERS = 128
 """Number of Unix streams of processes that are not admitted; the oldest is closed for one more."""
 _ACCEPTED = 64
 """Number of Unix streams accepted at a time, so that each is read before as many others replace it."""
-_ADMISSION_SECONDS = 10.0
-"""Time for a process to be admitted after it has connected."""
+_ADMISSION_SECONDS = 10.0  # time for a process to be admitted after it has connected
 _MAX_IDENTITY = 64
 _SENDING_BYTES = 64 << 20
 """Bytes in ZeroMQ's hands beyond which a peer counts as one that does not read."""
@@ -47,12 +46,8 @@ _SENDING_BYTES = 64 << 20
 class Listener:
     """Sockets of a server or the scheduler; a peer has the same identity over either transport.
 
-    At a loopback address there is no TCP socket (`unix_sockets.replaces_tcp`).
-
-    Args:
-        host: address to listen at.
-        event_fd: eventfd that ends `wait`; None: none.
-        port: of the scheduler: port to listen at; 0: any free one. None: any, and by Unix streams besides.
+    At a loopback address there is no TCP socket (`unix_sockets.replaces_tcp`). The eventfd ends `wait`. ``port`` is
+    that of the scheduler, 0 any free one; None: any, and by Unix streams besides.
 
     Raises:
         RuntimeError: if other machines can reach the address and there is no job key (`required_key`).
@@ -63,7 +58,8 @@ class Listener:
         key = required_key(host)
         self._process = b"" if port is not None else secrets.token_hex(4).encode()  # at the end of ZeroMQ's identities
         self._spin_seconds = SPIN_SECONDS if port is None else 0.0  # a scheduler is idle
-        self._refusals = RefusalLog()
+        self.refusals = RefusalLog()
+        """For warnings about messages and connections."""
         self.rejected = 0
         """Number of connections closed because they did not carry messages."""
         self._streams: dict[int, UnixStream] = {}  # by descriptor
@@ -290,7 +286,7 @@ class Listener:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                self._refusals.warn("no process can connect at present: %s", error.strerror)
+                self.refusals.warn("no process can connect at present: %s", error.strerror)
                 self._poller.remove(listener.descriptor)  # it would be reported without end
                 self._accepts_at = time.monotonic() + _RETRY_SECONDS
                 return
@@ -310,7 +306,7 @@ class Listener:
 
     def _reject(self, error: Exception) -> None:
         self.rejected += 1
-        self._refusals.warn("closed a connection: %s", error)
+        self.refusals.warn("closed a connection: %s", error)
 
     def _close_idle_strangers(self) -> None:
         until = time.monotonic() - _ADMISSION_SECONDS

@@ -17,8 +17,7 @@ from gangline.collectives.transports.shm.segments import Offer, Segment
 _log = logging.getLogger("gangline")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_PERIOD = 1024
-"""Frees between two looks at which pages were needed meanwhile."""
+_PERIOD = 1024  # frees between two looks at which pages were needed meanwhile
 _KEPT_BYTES = 64 << 20
 """Bytes of unused pages that are kept, because returning and faulting in pages takes time."""
 

@@ -24,8 +24,7 @@ _HEAD = struct.Struct("<4sI")  # magic and number of frames; their sizes follow 
 _MAGIC = b"glu1"
 _MAX_FRAMES = 1 << 16
 _READ = 1 << 18
-_READS = 16
-"""Reads before other connections have their turn."""
+_READS = 16  # reads before other connections have their turn
 _BUFFER = 1 << 20
 
 

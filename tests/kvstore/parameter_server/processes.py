@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from gangline.collectives.processes.spawning import Outcome, Ranks
-from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.scheduler import scheduler
 from gangline.kvstore.parameter_server.server import server
 from tests import scripted_faults  # noqa: F401  wraps the points of faults in these processes
@@ -38,7 +37,7 @@ def _play(place: Bare, workers: int, servers: int, play: Callable[..., Any], arg
         return None
     if place.rank <= servers:
         os.environ["DMLC_ROLE"] = "server"
-        server.serve(from_environment())
+        server.main()
         return None
     os.environ.update(DMLC_ROLE="worker", DMLC_WORKER_ID=str(place.rank - 1 - servers))
     return play(*args)

@@ -19,7 +19,6 @@ from gangline import KVStore, kvstore
 from gangline.collectives.processes.spawning import Outcome, Ranks
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key
-from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
 from gangline.kvstore.parameter_server.transport.listener import Listener
@@ -76,7 +75,7 @@ def play(
         return body(*arguments)
     bind, port = Listener._bind, int(os.environ.get(PORT, 0))
     with patch.object(Listener, "_bind", lambda self, host, _, key: bind(self, host, port, key)):
-        server.serve(from_environment())
+        server.main()
     Path(over).touch()
     return True
 
