@@ -181,9 +181,11 @@ class LocalStore(KVStore):
         state, optimizer = read(), self._optimizers[group]
 
         def load() -> None:
-            keys = self._keys_of(group)  # those that the optimizer does not support have no state
-            dtypes = [self._entries[key].stored.dtype for key in keys]
-            self._add_to(optimizer, [key for key, one in zip(keys, dtypes, strict=True) if not group.spec.misfit(one)])
+            parts = {key: group.spec.find(key) for key in self._keys_of(group)}
+            fitting = [  # those that the optimizer does not support have no state
+                key for key, part in parts.items() if part and not part.misfit(self._entries[key].stored.dtype)
+            ]
+            self._add_to(optimizer, fitting)
             optimizer.load_state(state)
 
         self._run_exclusive(load)

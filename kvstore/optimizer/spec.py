@@ -1,10 +1,12 @@
-"""Optimizer specifications: a class of torch.optim and its arguments as plain data, checked when they are given."""
+"""Optimizer specifications: classes of torch.optim and their arguments as plain data, checked when they are given."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from gangline.kvstore.errors import did_you_mean
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, check_thresholds
 
 Key = str | int
+Pattern = str | tuple[Key, ...]
+"""Keys of an optimizer: a pattern as of fnmatch, or the keys themselves."""
 
 # gangline's and MXNet's names -> torch's classes
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
@@ -58,9 +62,12 @@ class OptimizerSpec:
     clip_global_norm: float | None = None
     lr_mult: dict[Key, float] = field(default_factory=dict)
     wd_mult: dict[Key, float] | str = field(default_factory=dict)
+    pattern: Pattern = "*"
+    parts: tuple[OptimizerSpec, ...] = ()
+    """Optimizers by pattern: the first that matches a key updates it; empty: this one updates all keys."""
 
     @classmethod
-    def parse(cls, spec: Any) -> OptimizerSpec:
+    def parse(cls, spec: Any, parameters: Mapping[Any, torch.Tensor] | None = None) -> OptimizerSpec:
         """Check and normalise an optimizer.
 
         Arguments have torch's names or MXNet's (learning_rate, wd, epsilon, beta1, beta2, gamma1, gamma2). Every
@@ -73,8 +80,15 @@ class OptimizerSpec:
           to norm c) and ``clip_global_norm`` (scales all gradients down to common norm c, see `KVStore.update`); they
           apply after ``rescale_grad``.
 
+        A dict of patterns gives keys different optimizers. The first pattern that matches a key counts: a pattern as of
+        fnmatch, a tuple of keys, or a function of (name, parameter), which `Trainer` and `Module` call. The arguments
+        in the list above then stand beside the dict. The learning rate is that of the first pattern, and setting it
+        multiplies all by the same factor, as torch's schedulers do.
+
         Args:
-            spec: name (``"sgd"``), class of torch.optim, ``(name or class, dict of arguments)``, or an OptimizerSpec.
+            spec: name (``"sgd"``), class of torch.optim, ``(name or class, dict of arguments)``, an OptimizerSpec, or a
+                dict of these by pattern.
+            parameters: parameters by key, for functions.
 
         Raises:
             TypeError: if ``spec`` has another form, or an argument is not plain data.
@@ -83,13 +97,17 @@ class OptimizerSpec:
         For example:
 
             OptimizerSpec.parse(("adam", {"learning_rate": 1e-3, "beta1": 0.8, "lr_mult": {"bias": 2.0}}))
+            OptimizerSpec.parse({"hidden.*.weight": ("muon", {"lr": 0.02}), "*": ("adamw", {"lr": 1e-3})})
+            OptimizerSpec.parse(({"head.*": ("sgd", {"lr": 1.0}), "*": "sgd"}, {"clip_global_norm": 1.0}))
         """
-        if isinstance(spec, OptimizerSpec):
-            return spec
         kind, given = spec if isinstance(spec, (tuple, list)) and len(spec) == 2 else (spec, {})
-        name, optimizer_class = _find_class(kind)
+        if isinstance(kind, OptimizerSpec) and not given:
+            return kind
+        name, optimizer_class = ("of patterns", None) if isinstance(kind, Mapping) else _find_class(kind)
         if not isinstance(given, dict):
             raise TypeError(f"the arguments of optimizer {name!r} are {given!r}; expected a dict")
+        if optimizer_class is None:
+            return cls._by_pattern(kind, given, parameters)
         given = dict(given)
         if "lr_scheduler" in given:
             raise ValueError(
@@ -114,6 +132,62 @@ class OptimizerSpec:
         check_learning_rate(arguments["lr"])  # torch accepts NaN and infinity
         return cls(name, optimizer_class, arguments, **ours)
 
+    @classmethod
+    def _by_pattern(
+        cls, given: Mapping[Any, Any], shared: dict[str, Any], parameters: Mapping[Any, torch.Tensor] | None
+    ) -> OptimizerSpec:
+        if wrong := [argument for argument in shared if argument not in _OURS]:
+            raise ValueError(
+                f"{wrong} stand beside patterns of keys; expected them in the arguments of a pattern's optimizer, and "
+                f"beside the patterns some of {sorted(_OURS)}"
+            )
+        _check_factors(shared)
+        parts = []
+        for pattern, one in given.items():
+            part = cls.parse(one)
+            if part.parts or any(getattr(part, name) not in (None, 1.0, {}) for name in _OURS):
+                raise ValueError(
+                    f"the optimizer of pattern {pattern!r} is {one!r}; expected arguments of torch alone, and any of "
+                    f"{sorted(_OURS)} beside the patterns, such as ({{pattern: optimizer}}, {{'clip_global_norm': 1}})"
+                )
+            parts.append(replace(part, pattern=_pattern(pattern, parameters), **shared))
+        if not parts:
+            raise ValueError("the dict of patterns is empty; expected an optimizer, such as {'*': 'sgd'}")
+        if not parts[0].arguments["lr"] and any(part.arguments["lr"] for part in parts):
+            raise ValueError(
+                f"the learning rate of pattern {parts[0].pattern!r}, the first, is 0, and the others follow it by "
+                "their ratio to it; expected one above 0, or the pattern in another place"
+            )
+        name = " + ".join(dict.fromkeys(part.name for part in parts))
+        return replace(parts[0], name=name, pattern="*", parts=tuple(parts))
+
+    def find(self, key: Key) -> OptimizerSpec | None:
+        """Return the optimizer of a key; None if no pattern matches it."""
+        if not self.parts:
+            return self
+        return next((part for part in self.parts if _matches(part.pattern, key)), None)
+
+    def of(self, key: Key) -> OptimizerSpec:
+        """Return the optimizer of a key; ValueError if no pattern matches it."""
+        part = self.find(key)
+        if part is None:
+            patterns = [one.pattern for one in self.parts]
+            raise ValueError(
+                f"key {key!r} matches none of the optimizer's patterns {patterns}; expected one that matches it, such "
+                "as '*' as the last"
+            )
+        return part
+
+    def names(self, keys: Iterable[Key]) -> dict[str, str]:
+        """Return the optimizers' names by key as JSON; empty without patterns."""
+        found = {key: self.find(key) for key in keys} if self.parts else {}
+        return {json.dumps(key): part.name for key, part in found.items() if part is not None}
+
+    def rate_of(self, part: OptimizerSpec, learning_rate: float) -> float:
+        """Return a part's learning rate; it keeps its ratio to the first part's, which is given."""
+        first, own = float(self.arguments["lr"]), float(part.arguments["lr"])
+        return learning_rate if own == first else own * (learning_rate / first)
+
     @property
     def is_known_class(self) -> bool:
         """True for the classes of torch.optim that gangline knows; only Nesterov's momentum changes a gradient."""
@@ -129,15 +203,15 @@ class OptimizerSpec:
         """True if gradients are clipped."""
         return any(getattr(self, name) is not None for name in THRESHOLDS)
 
-    @property
-    def needs_whole_keys(self) -> bool:
-        """True if an update needs a key's whole gradient, so that servers must not split the key."""
-        return not self.is_elementwise or self.clip_norm is not None
+    def needs_whole(self, key: Key) -> bool:
+        """Return True if an update needs the key's whole gradient, so that servers must not split the key."""
+        part = self.find(key)
+        return part is not None and (not part.is_elementwise or part.clip_norm is not None)
 
     @property
     def takes_dense(self) -> bool:
-        """True if dense gradients are supported."""
-        return self.optimizer_class is not torch.optim.SparseAdam
+        """True if dense gradients are supported, of all keys."""
+        return all(part.optimizer_class is not torch.optim.SparseAdam for part in self.parts or [self])
 
     @property
     def optional_arguments(self) -> set[str]:
@@ -159,13 +233,44 @@ class OptimizerSpec:
             decay = self.wd_mult.get(key, 1.0)
         return self.lr_mult.get(key, 1.0), decay
 
-    def check_keys(self, known: Iterable[Key]) -> None:
-        """Raise ValueError if lr_mult or wd_mult names a key that is not among ``known``."""
+    def check_keys(self, known: Collection[Key], updated: Iterable[Key]) -> None:
+        """Raise ValueError if a factor or a pattern is for none of the known keys, or an updated key has no pattern."""
         names = list(known)
+        used = {part.pattern for key in known if (part := self.find(key)) is not None}
+        if unused := [part.pattern for part in self.parts if part.pattern not in used]:
+            raise ValueError(
+                f"patterns {unused} of the optimizer match no key, or only keys that an earlier pattern matches; the "
+                f"keys are {names}"
+            )
+        for key in updated:
+            self.of(key)
         for argument, factors in (("lr_mult", self.lr_mult), ("wd_mult", self.wd_mult)):
             unknown = [key for key in factors if key not in names] if isinstance(factors, dict) else []
             if unknown:
                 raise ValueError(f"{argument} names {unknown}, which are no parameters; they are {names}")
+
+
+def _pattern(
+    given: str | tuple[Key, ...] | Callable[[Key, torch.Tensor], bool], parameters: Mapping[Any, torch.Tensor] | None
+) -> Pattern:
+    """Return a pattern of an optimizer, with the keys in place of a function."""
+    if not callable(given):
+        if not isinstance(given, (str, tuple)):
+            raise TypeError(f"{given!r} is no pattern of keys; expected one such as '*.weight', or a tuple of keys")
+        return given
+    if parameters is None:
+        raise TypeError(
+            f"pattern {given!r} is a function of (name, parameter), for Trainer and Module; expected '*.weight', for "
+            "example, or a tuple of keys"
+        )
+    keys = tuple(key for key, parameter in parameters.items() if given(key, parameter))
+    if not keys:
+        raise ValueError(f"pattern {given!r} is true for no parameter; they are {list(parameters)}")
+    return keys
+
+
+def _matches(pattern: Pattern, key: Key) -> bool:
+    return key in pattern if isinstance(pattern, tuple) else fnmatchcase(str(key), pattern)
 
 
 def _find_class(kind: Any) -> tuple[str, type[torch.optim.Optimizer]]:
@@ -176,7 +281,10 @@ def _find_class(kind: Any) -> tuple[str, type[torch.optim.Optimizer]]:
         name = kind.lower()
         known = _CLASSES.get(name)
     else:
-        raise TypeError(f"optimizer is {kind!r}; expected a name, a torch.optim class, or (one of these, arguments)")
+        raise TypeError(
+            f"optimizer is {kind!r}; expected a name, a torch.optim class, (one of these, arguments), or a dict of "
+            "these by patterns of keys"
+        )
     reason = _REFUSED.get(name.lower())
     if reason:
         raise ValueError(f"optimizer {name!r} cannot be used: {reason}; expected one of {sorted(_CLASSES)}")

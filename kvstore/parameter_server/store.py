@@ -355,11 +355,12 @@ class DistStore(KVStore):
         if self._scheduler.is_elastic:  # only workers of the start take part
             gathered = [one for one in gathered if one is not None]
         new = agree_on_keys(gathered, self._shards)
-        by_group = self._groups.by_group({layout.key: layout for layout in new})
         placed: dict[Key, list[ShardPlacement]] = {}
-        for group, of_group in by_group.items():
-            whole = group is not None and group.spec.needs_whole_keys
-            placed |= self._sharding.place([*of_group.values()], whole=whole)
+        groups = [(self._groups.of(layout.key), layout) for layout in new]
+        needs = [group is not None and group.spec.needs_whole(layout.key) for group, layout in groups]
+        for whole in (True, False):
+            layouts_of = [layout for layout, need in zip(new, needs, strict=True) if need is whole]
+            placed |= self._sharding.place(layouts_of, whole=whole)
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
         self._continuation.pushes.update(dict.fromkeys(placed, 0))
@@ -558,8 +559,8 @@ class DistStore(KVStore):
             KeyedOptimizer(spec).check(key, self._shards[key][0].layout.empty(rows=1))
         self._catch_up("set_optimizer")
         self._workers.check_same({**{n: repr(v) for n, v in vars(spec).items()}, "keys": repr(keys)}, "set_optimizer")
-        if spec.needs_whole_keys:
-            self._merge_shards(own)
+        if whole := [key for key in own if spec.needs_whole(key)]:
+            self._merge_shards(whole)
         self._workers.run_on_rank(lambda: command(self._servers, "optimizer", packed), "set_optimizer")
         rate = self._rates[number] = float(spec.arguments["lr"])
         self._sent_rates.pop(number, None)
@@ -716,8 +717,8 @@ class DistStore(KVStore):
                 self._command_in_steps("save", [[group.number, token, folder, name, seen] for name in names])
                 of_keys = self._shards_of(group)
                 shapes = {json.dumps(key): list(shards[0].layout.shape) for key, shards in of_keys.items()}
-                initial, rate = float(group.spec.arguments["lr"]), self._rates[group.number]
-                state_parts.save_index(path, names, OptimizerState(group.spec.name, initial, rate, shapes, {}, {}))
+                state = OptimizerState.of(group.spec, self._rates[group.number], shapes, {}, {})
+                state_parts.save_index(path, names, state)
         except BaseException:
             for name in names:
                 path.with_name(name).unlink(missing_ok=True)
@@ -729,7 +730,7 @@ class DistStore(KVStore):
             if not names:
                 self._send_state(group, state)
                 return
-            state.check(group.spec.name, {key: one[0].layout.shape for key, one in self._shards_of(group).items()})
+            state.check(group.spec, {key: one[0].layout.shape for key, one in self._shards_of(group).items()})
             for is_check in (True, False):  # a damaged file changes nothing
                 given = [group.number, secrets.token_hex(4), str(path.absolute().parent), names, is_check]
                 self._command_in_steps("load_files", [given] * self._servers.count)

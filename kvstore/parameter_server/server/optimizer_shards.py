@@ -65,15 +65,16 @@ class Definition:
 
 def pack_spec(spec: OptimizerSpec) -> bytes:
     """Serialise an optimizer of torch.optim: servers import nothing by a name received over the network."""
-    if not spec.is_known_class:
-        raise ValueError(
-            f"optimizer {spec.optimizer_class.__module__}.{spec.optimizer_class.__qualname__} is not of torch.optim, "
-            "and servers run no others; expected one of torch.optim's, or an 'allreduce' store"
-        )
-    thresholds = {name: getattr(spec, name) for name in THRESHOLDS}
-    arguments = {**spec.arguments, "rescale_grad": spec.rescale_grad, **thresholds}
+    parts = spec.parts or (spec,)
+    for one in parts:
+        if not one.is_known_class:
+            raise ValueError(
+                f"optimizer {one.optimizer_class.__module__}.{one.optimizer_class.__qualname__} is not of torch.optim, "
+                "and servers run no others; expected one of torch.optim's, or an 'allreduce' store"
+            )
+    shared = {name: getattr(spec, name) for name in ("rescale_grad", *THRESHOLDS)}
     factors = [list(one.items()) if isinstance(one, Mapping) else one for one in (spec.lr_mult, spec.wd_mult)]
-    return bytes(msgpack.packb([spec.name, arguments, *factors]))
+    return bytes(msgpack.packb([[(one.pattern, one.name, one.arguments) for one in parts], shared, *factors]))
 
 
 def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
@@ -83,10 +84,11 @@ def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> 
 
 def read_spec(payload: bytes) -> OptimizerSpec:
     """Read the result of `pack_spec`; ValueError or TypeError if it is not a valid optimizer."""
-    name, arguments, lr_mult, wd_mult = msgpack.unpackb(payload)
+    parts, shared, lr_mult, wd_mult = msgpack.unpackb(payload)
     ours = {"lr_mult": lr_mult, "wd_mult": wd_mult}
     factors = {argument: value if isinstance(value, str) else dict(value) for argument, value in ours.items() if value}
-    return OptimizerSpec.parse((name, {**arguments, **factors}))
+    optimizers = {tuple(one) if isinstance(one, list) else one: (name, given) for one, name, given in parts}
+    return OptimizerSpec.parse((optimizers, {**shared, **factors}))
 
 
 class ShardOptimizers:
@@ -98,8 +100,7 @@ class ShardOptimizers:
         self.rates: dict[int, float] = {}
         """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self._spec = spec
-        own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(threads)]
-        self._of_threads = [KeyedOptimizer(one) for one in own]
+        self._of_threads = [KeyedOptimizer(replace(spec, clip_global_norm=None)) for _ in range(threads)]
         self._kept: dict[int, tuple[Shard, Tensor | RowSparse, float]] = {}  # shard number -> shard, sum, L2 norm
 
     @property
@@ -194,25 +195,20 @@ class ShardOptimizers:
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> list[Shard]:
         """Replace the state of some shards, which are returned; ValueError if it does not fit."""
         _, name, part = msgpack.unpackb(payload)
+        if name != self.name:
+            raise ValueError(f"the state is of optimizer {name!r}, but {self.name!r} is set here")
         numbers, plain, tensors = unpack_part(part, datas)
-        state = OptimizerState(name, 0.0, 0.0, {}, tensors, plain)
-        loaded = [shards[number] for number in numbers]
-        for shard in loaded:
-            self._optimizer_of(shard)
-        for thread, optimizer in enumerate(self._of_threads):
-            mine = {shard.number: list(shard.weight.shape) for shard in loaded if shard.thread == thread}
-            if mine:
-                shapes = {json.dumps(number): shape for number, shape in mine.items()}
-                optimizer.load_state(replace(state.of_keys(mine.__contains__), shapes=shapes), mine)
-        return loaded
+        states: dict[int, dict[str, Any]] = {number: {} for number in numbers}
+        for place, value in [*plain.items(), *tensors.items()]:
+            number, _, entry = place.rpartition("/")
+            states[int(number)][entry] = value
+        for one, state in states.items():
+            self._optimizer_of(shards[one]).restore(one, state)
+        return [shards[one] for one in states]
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
         optimizer = self._of_threads[shard.thread]
-        lr_mult, wd_mult = self._spec.factors(shard.key)
-        optimizer.spec.lr_mult[shard.number] = lr_mult
-        if not isinstance(optimizer.spec.wd_mult, str):
-            optimizer.spec.wd_mult[shard.number] = wd_mult
-        optimizer.add(shard.number, shard.weight)
+        optimizer.add(shard.number, shard.weight, shard.key)
         return optimizer
 
 
@@ -303,9 +299,8 @@ def merge_states(
     Elements of a shard without state are 0, as of one whose rows were never pushed.
     """
     placements = {shard.number: shard for of_key in shards.values() for shard in of_key}
-    state = OptimizerState(spec.name, float(spec.arguments["lr"]), learning_rate, {}, {}, {})
-    for key, of_key in shards.items():
-        state.shapes[json.dumps(key)] = list(of_key[0].layout.shape)
+    shapes = {json.dumps(key): list(of_key[0].layout.shape) for key, of_key in shards.items()}
+    state = OptimizerState.of(spec, learning_rate, shapes, {}, {})
     for payload, datas in parts:
         _, plain, tensors = unpack_part(payload, datas)
         for path, value in [*plain.items(), *tensors.items()]:
@@ -329,7 +324,7 @@ def split_state(
 ) -> Iterator[dict[int, tuple[bytes, list[Tensor]]]]:
     """Yield payload and tensors of "load" commands, by server, from a state of a group's whole keys."""
     name = group.spec.name
-    state.check(name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
+    state.check(group.spec, {key: of_key[0].layout.shape for key, of_key in shards.items()})
     of_keys: dict[Key, dict[str, Any]] = {key: {} for key in shards}
     for path, value in [*state.plain.items(), *state.tensors.items()]:
         encoded, _, entry = path.rpartition("/")
