@@ -145,7 +145,7 @@ class OptimizerSpec:
         parts = []
         for pattern, one in given.items():
             part = cls.parse(one)
-            if part.parts or any(getattr(part, name) not in (None, 1.0, {}) for name in _OURS):
+            if part != cls(part.name, part.optimizer_class, part.arguments):
                 raise ValueError(
                     f"the optimizer of pattern {pattern!r} is {one!r}; expected arguments of torch alone, and any of "
                     f"{sorted(_OURS)} beside the patterns, such as ({{pattern: optimizer}}, {{'clip_global_norm': 1}})"
