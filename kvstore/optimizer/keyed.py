@@ -39,7 +39,7 @@ class _Part:
     """The torch optimizer of a pattern, and its parameter groups by (lr_mult, wd_mult)."""
 
     spec: OptimizerSpec
-    torch: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     groups: dict[tuple[float, float], dict[str, Any]] = field(default_factory=dict)
 
 
@@ -56,7 +56,8 @@ class KeyedOptimizer:
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
-        self._learning_rate = float(spec.arguments["lr"])
+        self.learning_rate = spec.rate
+        """The learning rate, before lr_mult; see `set_learning_rate`."""
         self.weights: dict[Key, torch.Tensor] = {}
         """Tensors from the last `add` of each key."""
         self._parts: dict[Pattern, _Part] = {}  # from the first key on, as torch needs a tensor to create one
@@ -66,53 +67,44 @@ class KeyedOptimizer:
         self._uses_gpu = False
         self._begins_with_state = False  # whether the optimizer creates state with the weight, as Adagrad
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate, before lr_mult."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        check_learning_rate(value)
-        self._learning_rate = float(value)
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next update on."""
+        check_learning_rate(learning_rate)
+        self.learning_rate = float(learning_rate)
         for part in self._parts.values():
             for (lr_mult, _), group in part.groups.items():
-                group["lr"] = self.spec.rate_of(part.spec, self._learning_rate) * lr_mult
+                group["lr"] = self.spec.rate_of(part.spec, self.learning_rate) * lr_mult
 
     def add(self, key: Key, weight: torch.Tensor, named: Key | None = None) -> None:
         """Set the tensor that updates of ``key`` change; keep existing state of the key, on the tensor's device.
 
         ``named``: the key by which pattern and factors are found; None: this one. Adding the same tensor again does
-        nothing. ValueError if the optimizer does not support it, see `check`.
+        nothing. ValueError if the optimizer does not support it, see `checked`.
         """
         before = self.weights.get(key)
         if before is weight:
             return
         named = key if named is None else named
         spec, factors = self.spec.of(named), self.spec.factors(named)
-        probe = _checked(spec, named, weight)
+        probe = checked(spec, named, weight)
         self._begins_with_state |= bool(probe.state)
         probe.state.clear()  # a key's state begins with its first update: a worker that never updates it has none
         part = self._part_of[key] = self._parts.setdefault(spec.pattern, _Part(spec, probe))
         if factors not in part.groups:
             group = part.groups[factors] = probe.param_groups[0]
-            group["lr"] = self.spec.rate_of(spec, self._learning_rate) * factors[0]
+            group["lr"] = self.spec.rate_of(spec, self.learning_rate) * factors[0]
             if "weight_decay" in group:
                 group["weight_decay"] *= factors[1]
         self.weights[key] = weight
         self._uses_gpu |= weight.is_cuda  # torch's optimizers then take foreach by themselves
         self._group_of[key] = part.groups[factors]
         if before is not None:
-            self.restore(key, part.torch.state.pop(before, {}))
+            self.restore(key, part.optimizer.state.pop(before, {}))
 
     def state_of(self, key: Key) -> dict[str, Any]:
         """Return the live state of an added key: tensors and plain values by name."""
-        state: dict[str, Any] = self._part_of[key].torch.state[self.weights[key]]
+        state: dict[str, Any] = self._part_of[key].optimizer.state[self.weights[key]]
         return state
-
-    def check(self, key: Key, weight: torch.Tensor) -> None:
-        """Raise ValueError as `add` would."""
-        _checked(self.spec.of(key), key, weight)
 
     @_on_host
     @torch.inference_mode(mode=False)  # its state is kept
@@ -142,12 +134,12 @@ class KeyedOptimizer:
                 if is_wanted is not None and not is_wanted(key):
                     continue
                 weight, part = self.weights[key], self._part_of[key]
-                optimizer = part.torch
+                optimizer = part.optimizer
                 if self._begins_with_state and weight not in optimizer.state:
-                    optimizer.state[weight] = _checked(part.spec, key, weight).state[weight]
+                    optimizer.state[weight] = checked(part.spec, key, weight).state[weight]
                 for_torch = values
                 if isinstance(gradient, RowSparse) and part.spec.takes_dense:
-                    rows = _Rows(weight, gradient.indices, optimizer, self._start_values(key))
+                    rows = _Rows(weight, gradient.indices, optimizer.state, self._start_values(key))
                     sparse.append(rows)
                     weight = rows.weight
                 elif isinstance(gradient, RowSparse):
@@ -156,9 +148,9 @@ class KeyedOptimizer:
                 weight.grad = for_torch
                 self._group_of[key]["params"].append(weight)
             for part in self._parts.values():
-                part.torch.param_groups = [group for group in part.groups.values() if group["params"]]
-                if part.torch.param_groups:
-                    part.torch.step()
+                part.optimizer.param_groups = [group for group in part.groups.values() if group["params"]]
+                if part.optimizer.param_groups:
+                    part.optimizer.step()
         finally:
             for weight, gradient_before in before:
                 weight.grad = gradient_before
@@ -203,14 +195,13 @@ class KeyedOptimizer:
     @property
     def modifies_gradient(self) -> bool:
         """True if `update` may change dense gradients in place."""
-        if self.spec.rescale_grad != 1.0 or self.spec.clips:
-            return True
-        for spec in self.spec.parts or [self.spec]:
+
+        def writes(spec: OptimizerSpec) -> bool:
             by_foreach = spec.arguments.get("foreach", self._uses_gpu) and not spec.arguments.get("fused")
             adds_momentum = by_foreach and spec.arguments.get("nesterov", False)  # torch's SGD, to the gradient itself
-            if adds_momentum or not spec.is_known_class:
-                return True
-        return False
+            return adds_momentum or not spec.is_known_class
+
+        return self.spec.rescale_grad != 1.0 or self.spec.clips or any(map(writes, self.spec.parts or [self.spec]))
 
     @torch.no_grad()
     def _clipped(self, gradients: Sequence[torch.Tensor | RowSparse]) -> list[torch.Tensor]:
@@ -223,9 +214,11 @@ class KeyedOptimizer:
         if self.spec.rescale_grad != 1.0 and values:
             torch._foreach_mul_(values, self.spec.rescale_grad)
         if self.spec.clip_gradient is not None:
-            clipping.clip_values_(values, self.spec.clip_gradient)
+            for one in values:
+                one.clamp_(-self.spec.clip_gradient, self.spec.clip_gradient)
         elif self.spec.clip_norm is not None:
-            clipping.clip_each_norm_(values, self.spec.clip_norm)
+            for one in values:
+                clipping.clip_norm_([one], self.spec.clip_norm)
         elif self.spec.clip_global_norm is not None:
             clipping.clip_norm_(values, self.spec.clip_global_norm)
         return values
@@ -236,19 +229,21 @@ class KeyedOptimizer:
         plain: dict[str, Any] = {}
         shapes = {json.dumps(key): list(weight.shape) for key, weight in self.weights.items()}
         for key, weight in self.weights.items():
-            for name, value in self._part_of[key].torch.state.get(weight, {}).items():
+            for name, value in self._part_of[key].optimizer.state.get(weight, {}).items():
                 place = f"{json.dumps(key)}/{name}"
                 if isinstance(value, torch.Tensor):
                     tensors[place] = value.detach().cpu().clone().contiguous()
                 else:
                     plain[place] = value
-        return OptimizerState.of(self.spec, self._learning_rate, shapes, tensors, plain)
+        return OptimizerState(
+            self.spec.name, self.spec.rate, self.learning_rate, shapes, tensors, plain, self.spec.names(self.weights)
+        )
 
     @torch.inference_mode(mode=False)
-    def load_state(self, state: OptimizerState, keys: Iterable[Key] | None = None) -> None:
-        """Load the state of keys, by default of all, that `OptimizerState.check` accepts; the learning rate stays."""
+    def load_state(self, state: OptimizerState) -> None:
+        """Load the state of all keys, which `OptimizerState.check` accepts; the learning rate stays."""
         state.check(self.spec, {key: weight.shape for key, weight in self.weights.items()})
-        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in (self.weights if keys is None else keys)}
+        of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
             encoded, _, name = place.rpartition("/")
             of_keys[json.loads(encoded)][name] = value
@@ -257,7 +252,7 @@ class KeyedOptimizer:
 
     def restore(self, key: Key, state: dict[str, Any], *, copy: bool = True) -> None:
         """Replace the state of an added key; without ``copy`` tensors that fit are kept."""
-        weight, group, of_weights = self.weights[key], self._group_of[key], self._part_of[key].torch.state
+        weight, group, of_weights = self.weights[key], self._group_of[key], self._part_of[key].optimizer.state
         step_on_host = not (group.get("capturable") or group.get("fused"))
         restored = {}
         for name, value in state.items():
@@ -276,7 +271,7 @@ class KeyedOptimizer:
 
 
 @_on_host
-def _checked(spec: OptimizerSpec, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
+def checked(spec: OptimizerSpec, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
     """Return a torch optimizer over the weight of a key alone; ValueError if the optimizer does not support it."""
     if misfit := spec.misfit(weight.dtype):
         raise ValueError(f"key {key!r} does not fit optimizer {spec.name!r}: {misfit}")
@@ -296,28 +291,27 @@ class _Rows:
     """Some rows of a weight and their state, copied into a separate tensor for one update."""
 
     def __init__(
-        self, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, complex]
+        self, whole: torch.Tensor, indices: torch.Tensor, states: dict[torch.Tensor, Any], starts: dict[str, complex]
     ) -> None:
-        self.whole, self.indices, self.starts, self.optimizer = whole, indices, starts, optimizer
+        self.whole, self.indices, self.starts, self.states = whole, indices, starts, states
         self.weight = whole.detach().index_select(0, indices)
-        if whole in optimizer.state:
-            optimizer.state[self.weight] = {
+        if whole in states:
+            states[self.weight] = {
                 name: value.index_select(0, indices) if name in starts else value
-                for name, value in optimizer.state[whole].items()
+                for name, value in states[whole].items()
             }
 
     def write_back(self) -> None:
         with torch.no_grad():
             self.whole.index_copy_(0, self.indices, self.weight)
-        optimizer = self.optimizer
-        state = optimizer.state.pop(self.weight, {})
-        for name, value in state.items():
+        for name, value in self.states.pop(self.weight, {}).items():
+            of_whole = self.states[self.whole]
             if name not in self.starts:
-                optimizer.state[self.whole][name] = value
+                of_whole[name] = value
                 continue
-            if name not in optimizer.state[self.whole]:
-                optimizer.state[self.whole][name] = torch.full_like(self.whole, self.starts[name], requires_grad=False)
-            optimizer.state[self.whole][name].index_copy_(0, self.indices, value)
+            if name not in of_whole:
+                of_whole[name] = torch.full_like(self.whole, self.starts[name], requires_grad=False)
+            of_whole[name].index_copy_(0, self.indices, value)
 
 
 @dataclass(frozen=True)
@@ -333,19 +327,6 @@ class OptimizerState:
     plain: dict[str, Any]
     names: dict[str, str] = field(default_factory=dict)
     """Names of the keys' optimizers, by key as JSON; without patterns it is ``name`` for all."""
-
-    @classmethod
-    def of(
-        cls,
-        spec: OptimizerSpec,
-        learning_rate: float,
-        shapes: dict[str, list[int]],
-        tensors: dict[str, torch.Tensor],
-        plain: dict[str, Any],
-    ) -> OptimizerState:
-        """Return the state of keys of an optimizer."""
-        names = spec.names(map(json.loads, shapes))
-        return cls(spec.name, float(spec.arguments["lr"]), learning_rate, shapes, tensors, plain, names)
 
     def check(self, spec: OptimizerSpec, shapes: Mapping[Key, tuple[int, ...]]) -> None:
         """Raise ValueError unless the state is of this optimizer and its keys and shapes are known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -150,13 +150,20 @@ class OptimizerSpec:
                     f"the optimizer of pattern {pattern!r} is {one!r}; expected arguments of torch alone, and any of "
                     f"{sorted(_OURS)} beside the patterns, such as ({{pattern: optimizer}}, {{'clip_global_norm': 1}})"
                 )
-            parts.append(replace(part, pattern=_pattern(pattern, parameters), **shared))
+            if callable(pattern):
+                function = pattern
+                pattern = tuple(key for key, weight in (parameters or {}).items() if function(key, weight))
+                if not pattern:
+                    raise ValueError(
+                        f"pattern {function!r} is true for none of the parameters {list(parameters or ())}; a function "
+                        "is for Trainer, Module and LocalSteps, which know the parameters, and a store takes keys"
+                    )
+            parts.append(replace(part, pattern=pattern, **shared))
         if not parts:
             raise ValueError("the dict of patterns is empty; expected an optimizer, such as {'*': 'sgd'}")
-        if not parts[0].arguments["lr"] and any(part.arguments["lr"] for part in parts):
+        if not parts[0].rate and any(part.rate for part in parts):
             raise ValueError(
-                f"the learning rate of pattern {parts[0].pattern!r}, the first, is 0, and the others follow it by "
-                "their ratio to it; expected one above 0, or the pattern in another place"
+                "the learning rate of the first pattern is 0, and the others follow it by their ratio to it"
             )
         name = " + ".join(dict.fromkeys(part.name for part in parts))
         return replace(parts[0], name=name, pattern="*", parts=tuple(parts))
@@ -165,17 +172,17 @@ class OptimizerSpec:
         """Return the optimizer of a key; None if no pattern matches it."""
         if not self.parts:
             return self
-        return next((part for part in self.parts if _matches(part.pattern, key)), None)
+        for part in self.parts:
+            if key in part.pattern if isinstance(part.pattern, tuple) else fnmatchcase(str(key), str(part.pattern)):
+                return part
+        return None
 
     def of(self, key: Key) -> OptimizerSpec:
         """Return the optimizer of a key; ValueError if no pattern matches it."""
         part = self.find(key)
         if part is None:
             patterns = [one.pattern for one in self.parts]
-            raise ValueError(
-                f"key {key!r} matches none of the optimizer's patterns {patterns}; expected one that matches it, such "
-                "as '*' as the last"
-            )
+            raise ValueError(f"key {key!r} matches none of the optimizer's patterns {patterns}; '*' matches all others")
         return part
 
     def names(self, keys: Iterable[Key]) -> dict[str, str]:
@@ -183,10 +190,14 @@ class OptimizerSpec:
         found = {key: self.find(key) for key in keys} if self.parts else {}
         return {json.dumps(key): part.name for key, part in found.items() if part is not None}
 
+    @property
+    def rate(self) -> float:
+        """The learning rate that the optimizer begins with; with patterns, that of the first."""
+        return float(self.arguments["lr"])
+
     def rate_of(self, part: OptimizerSpec, learning_rate: float) -> float:
         """Return a part's learning rate; it keeps its ratio to the first part's, which is given."""
-        first, own = float(self.arguments["lr"]), float(part.arguments["lr"])
-        return learning_rate if own == first else own * (learning_rate / first)
+        return learning_rate if part.rate == self.rate else part.rate * (learning_rate / self.rate)
 
     @property
     def is_known_class(self) -> bool:
@@ -248,29 +259,6 @@ class OptimizerSpec:
             unknown = [key for key in factors if key not in names] if isinstance(factors, dict) else []
             if unknown:
                 raise ValueError(f"{argument} names {unknown}, which are no parameters; they are {names}")
-
-
-def _pattern(
-    given: str | tuple[Key, ...] | Callable[[Key, torch.Tensor], bool], parameters: Mapping[Any, torch.Tensor] | None
-) -> Pattern:
-    """Return a pattern of an optimizer, with the keys in place of a function."""
-    if not callable(given):
-        if not isinstance(given, (str, tuple)):
-            raise TypeError(f"{given!r} is no pattern of keys; expected one such as '*.weight', or a tuple of keys")
-        return given
-    if parameters is None:
-        raise TypeError(
-            f"pattern {given!r} is a function of (name, parameter), for Trainer and Module; expected '*.weight', for "
-            "example, or a tuple of keys"
-        )
-    keys = tuple(key for key, parameter in parameters.items() if given(key, parameter))
-    if not keys:
-        raise ValueError(f"pattern {given!r} is true for no parameter; they are {list(parameters)}")
-    return keys
-
-
-def _matches(pattern: Pattern, key: Key) -> bool:
-    return key in pattern if isinstance(pattern, tuple) else fnmatchcase(str(key), pattern)
 
 
 def _find_class(kind: Any) -> tuple[str, type[torch.optim.Optimizer]]:

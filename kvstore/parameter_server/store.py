@@ -36,7 +36,7 @@ from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.interface import KVStore, check_kept, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping, state_parts
 from gangline.kvstore.optimizer.group import OptimizerGroup
-from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
+from gangline.kvstore.optimizer.keyed import OptimizerState, checked
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server import environment
 from gangline.kvstore.parameter_server.client.pending import RequestWork, command, request_all
@@ -355,12 +355,10 @@ class DistStore(KVStore):
         if self._scheduler.is_elastic:  # only workers of the start take part
             gathered = [one for one in gathered if one is not None]
         new = agree_on_keys(gathered, self._shards)
-        placed: dict[Key, list[ShardPlacement]] = {}
-        groups = [(self._groups.of(layout.key), layout) for layout in new]
-        needs = [group is not None and group.spec.needs_whole(layout.key) for group, layout in groups]
-        for whole in (True, False):
-            layouts_of = [layout for layout, need in zip(new, needs, strict=True) if need is whole]
-            placed |= self._sharding.place(layouts_of, whole=whole)
+        groups = {layout.key: self._groups.of(layout.key) for layout in new}
+        whole = {key for key, group in groups.items() if group is not None and group.spec.needs_whole(key)}
+        placed = self._sharding.place([layout for layout in new if layout.key in whole], whole=True)
+        placed |= self._sharding.place([layout for layout in new if layout.key not in whole])
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
         self._continuation.pushes.update(dict.fromkeys(placed, 0))
@@ -556,13 +554,13 @@ class DistStore(KVStore):
         packed = optimizer_shards.pack_group(number, keys, spec)
         own = [key for key in self._shards if (key in group.keys if group.keys is not None else self._is_loose(key))]
         for key in own:
-            KeyedOptimizer(spec).check(key, self._shards[key][0].layout.empty(rows=1))
+            checked(spec.of(key), key, self._shards[key][0].layout.empty(rows=1))
         self._catch_up("set_optimizer")
         self._workers.check_same({**{n: repr(v) for n, v in vars(spec).items()}, "keys": repr(keys)}, "set_optimizer")
         if whole := [key for key in own if spec.needs_whole(key)]:
             self._merge_shards(whole)
         self._workers.run_on_rank(lambda: command(self._servers, "optimizer", packed), "set_optimizer")
-        rate = self._rates[number] = float(spec.arguments["lr"])
+        rate = self._rates[number] = spec.rate
         self._sent_rates.pop(number, None)
         if not self.rank:
             self._sent_rates[number] = rate
@@ -717,7 +715,8 @@ class DistStore(KVStore):
                 self._command_in_steps("save", [[group.number, token, folder, name, seen] for name in names])
                 of_keys = self._shards_of(group)
                 shapes = {json.dumps(key): list(shards[0].layout.shape) for key, shards in of_keys.items()}
-                state = OptimizerState.of(group.spec, self._rates[group.number], shapes, {}, {})
+                spec, rate = group.spec, self._rates[group.number]
+                state = OptimizerState(spec.name, spec.rate, rate, shapes, {}, {}, spec.names(of_keys))
                 state_parts.save_index(path, names, state)
         except BaseException:
             for name in names:

@@ -29,11 +29,11 @@ class OwnedKeys:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate from the next update on; rank 0's counts."""
-        self.optimizer.learning_rate = learning_rate
+        self.optimizer.set_learning_rate(learning_rate)
 
     def update(self) -> None:
         """Update the owned weights from the means of their gradients. Collective."""
-        self.optimizer.learning_rate = self._store.group.broadcast(self.optimizer.learning_rate, "learning rate")
+        self.set_learning_rate(self._store.group.broadcast(self.learning_rate, "learning rate"))
         self._weights.before_update()
         if self._max_norm is not None:
             self._weights.clip_grad_norm_(self._max_norm)

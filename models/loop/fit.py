@@ -348,7 +348,7 @@ def _base_rate(module: Module) -> float:
     assert module.optimizer_request is not None
     _, optimizer, params = module.optimizer_request
     named = parameters_of(module.network)
-    return float(OptimizerSpec.parse((optimizer, dict(params)), named).arguments["lr"])
+    return OptimizerSpec.parse((optimizer, dict(params)), named).rate
 
 
 def _stateful(callbacks: Iterable[Any], scheduler: Schedule | DrivenScheduler | None) -> dict[str, Stateful]:

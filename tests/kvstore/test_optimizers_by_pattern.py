@@ -259,7 +259,7 @@ def test_a_module_resumes_from_a_checkpoint(tmp_path: Path) -> None:
 
 BAD: list[tuple[Any, type[Exception], str]] = [
     ({}, ValueError, "the dict of patterns is empty; expected an optimizer, such as"),
-    ({"a": "sgd"}, ValueError, r"key 'b' matches none of the optimizer's patterns \['a'\]; expected one that matches"),
+    ({"a": "sgd"}, ValueError, r"key 'b' matches none of the optimizer's patterns \['a'\]; '\*' matches all others"),
     (
         {"*": "sgd", "a": "adam"},
         ValueError,
@@ -268,13 +268,13 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ({"c*": "sgd", "*": "adam"}, ValueError, r"patterns \['c\*'\] .* the keys are \['a', 'b'\]"),
     ({("a", "c"): "sgd", ("d",): "adam", "*": "sgd"}, ValueError, r"patterns \[\('d',\)\] of the optimizer match no"),
     ({"a": "muon", "*": "sgd"}, ValueError, "key 'a' does not fit optimizer 'muon': Muon only supports 2D"),
-    ({3: "sgd", "*": "sgd"}, TypeError, r"3 is no pattern of keys; expected one such as '\*.weight', or a tuple"),
+    ({3: "sgd", "*": "sgd"}, ValueError, r"patterns \[3\] of the optimizer match no key"),
     ({"a": "sdg", "*": "sgd"}, ValueError, "optimizer 'sdg' is unknown; expected one of"),
     (({"*": "sgd"}, {"lr": 0.1}), ValueError, r"\['lr'\] stand beside patterns of keys; expected them in the argu"),
     ({"*": ("sgd", {"clip_norm": 1.0})}, ValueError, r"the optimizer of pattern '\*' is \('sgd', {'clip_norm': 1.0}\)"),
     ({"a": {"*": "sgd"}, "*": "sgd"}, ValueError, "the optimizer of pattern 'a' is {'\\*': 'sgd'}; expected arguments"),
     (({"*": "sgd"}, {"clip_norm": -1}), ValueError, "clip_norm is -1; expected a number above 0"),
-    ({"a": ("sgd", {"lr": 0}), "*": "sgd"}, ValueError, "the learning rate of pattern 'a', the first, is 0"),
+    ({"a": ("sgd", {"lr": 0}), "*": "sgd"}, ValueError, "the learning rate of the first pattern is 0, and"),
 ]
 
 
@@ -295,10 +295,10 @@ def test_wrong_patterns_are_refused_by_name(spec: Any, error: type[Exception], t
 def test_functions_are_for_fronts_that_know_the_parameters() -> None:
     with (
         create("local") as kv,
-        pytest.raises(TypeError, match=r"is a function of \(name, parameter\), for Trainer and"),
+        pytest.raises(ValueError, match=r"\[\]; a function is for Trainer, Module and LocalSteps"),
     ):
         kv.set_optimizer({is_matrix: "muon", "*": "adamw"})
-    with pytest.raises(ValueError, match=r"is true for no parameter; they are \['weight'\]"):
+    with pytest.raises(ValueError, match=r"is true for none of the parameters \['weight'\]; a function"):
         Trainer(nn.Linear(3, 3, bias=False), {lambda *_: False: "muon", "*": "adamw"}, kvstore="local")
 
 

@@ -151,7 +151,7 @@ class ShardOptimizers:
     def _update(self, shard: Shard, gradient: Tensor | RowSparse, learning_rate: float | None) -> None:
         optimizer = self._optimizer_of(shard)
         if learning_rate is not None and learning_rate != optimizer.learning_rate:
-            optimizer.learning_rate = learning_rate
+            optimizer.set_learning_rate(learning_rate)
         weight = shard.weight
         if isinstance(gradient, RowSparse):
             rows = gradient.values.to(weight.dtype).view(len(gradient.indices), *weight.shape[1:])
@@ -181,7 +181,7 @@ class ShardOptimizers:
 
     def set_learning_rate(self, thread: int, learning_rate: float) -> None:
         """Set the learning rate of the shards of a thread, as of their last update."""
-        self._of_threads[thread].learning_rate = learning_rate
+        self._of_threads[thread].set_learning_rate(learning_rate)
 
     def state(self, shards: Sequence[Shard]) -> tuple[bytes, list[Tensor]]:
         """Return the state of the first of these shards, as many as fit a message and at least one: see `StatePart`."""
@@ -266,7 +266,7 @@ class Optimizers:
         number, keys, packed = msgpack.unpackb(payload)
         spec = read_spec(packed)
         new = ShardOptimizers(spec, self._threads, int(number))
-        new.rates = {0: float(spec.arguments["lr"])}
+        new.rates = {0: spec.rate}
         others = {key: group for key, group in self._numbers.items() if group != number}
         self._numbers = others | dict.fromkeys(keys or (), new.number)
         self.all[new.number] = new
@@ -300,7 +300,7 @@ def merge_states(
     """
     placements = {shard.number: shard for of_key in shards.values() for shard in of_key}
     shapes = {json.dumps(key): list(of_key[0].layout.shape) for key, of_key in shards.items()}
-    state = OptimizerState.of(spec, learning_rate, shapes, {}, {})
+    state = OptimizerState(spec.name, spec.rate, learning_rate, shapes, {}, {}, spec.names(shards))
     for payload, datas in parts:
         _, plain, tensors = unpack_part(payload, datas)
         for path, value in [*plain.items(), *tensors.items()]:
