@@ -182,10 +182,8 @@ class LocalStore(KVStore):
 
         def load() -> None:
             parts = {key: group.spec.find(key) for key in self._keys_of(group)}
-            fitting = [  # those that the optimizer does not support have no state
-                key for key, part in parts.items() if part and not part.misfit(self._entries[key].stored.dtype)
-            ]
-            self._add_to(optimizer, fitting)
+            dtypes = {key: self._entries[key].stored.dtype for key in parts}  # of others the optimizer has no state
+            self._add_to(optimizer, [key for key, part in parts.items() if part and not part.misfit(dtypes[key])])
             optimizer.load_state(state)
 
         self._run_exclusive(load)

@@ -97,8 +97,7 @@ def _plan_stages(name: str, speeds: Sequence[float], memory: Sequence[float | No
     if not isinstance(network, nn.Module) or given is None:
         raise UsageError(f"{name} returned a {type(built).__name__}; expected (network, micro-batch)")
     layers = layers_of(network)
-    arguments = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
-    named = given if isinstance(given, Mapping) else {}
+    arguments, named = ((), given) if isinstance(given, Mapping) else (given if type(given) is tuple else (given,), {})
     seconds, nbytes = measured_parts(network, layers, arguments, named, kept=len(speeds))
     begins = cut(seconds, nbytes, speeds, memory)
     ends = [*begins[1:], len(layers)]

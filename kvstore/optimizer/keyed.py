@@ -235,9 +235,8 @@ class KeyedOptimizer:
                     tensors[place] = value.detach().cpu().clone().contiguous()
                 else:
                     plain[place] = value
-        return OptimizerState(
-            self.spec.name, self.spec.rate, self.learning_rate, shapes, tensors, plain, self.spec.names(self.weights)
-        )
+        spec, names = self.spec, self.spec.names(self.weights)
+        return OptimizerState(spec.name, spec.rate, self.learning_rate, shapes, tensors, plain, names)
 
     @torch.inference_mode(mode=False)
     def load_state(self, state: OptimizerState) -> None:
@@ -340,9 +339,7 @@ class OptimizerState:
                 raise ValueError(f"the state of key {key!r} is for shape {tuple(shape)}; expected {tuple(shapes[key])}")
             name, part = self.names.get(encoded, self.name), spec.find(key)
             if part is not None and name != part.name:
-                raise ValueError(
-                    f"the state of key {key!r} is of optimizer {name!r}, but {part.name!r} updates it here"
-                )
+                raise ValueError(f"the state of key {key!r} is of optimizer {name!r}, but here it has {part.name!r}")
 
     def of_keys(self, is_wanted: Callable[[Key], bool]) -> OptimizerState:
         """Return the state of some keys, with the shapes of all keys."""
@@ -370,6 +367,5 @@ class OptimizerState:
     @classmethod
     def from_parts(cls, header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> OptimizerState:
         """Build the state from its `header` and tensors."""
-        return cls(
-            name=header["optimizer"], tensors=tensors, **{name: header[name] for name in _HEADER if name in header}
-        )
+        given = {name: header[name] for name in _HEADER if name in header}
+        return cls(name=header["optimizer"], tensors=tensors, **given)

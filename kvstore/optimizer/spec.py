@@ -86,8 +86,7 @@ class OptimizerSpec:
         multiplies all by the same factor, as torch's schedulers do.
 
         Args:
-            spec: name (``"sgd"``), class of torch.optim, ``(name or class, dict of arguments)``, an OptimizerSpec, or a
-                dict of these by pattern.
+            spec: name, class of torch.optim, ``(name or class, dict of arguments)``, OptimizerSpec, or dict by pattern.
             parameters: parameters by key, for functions.
 
         Raises:
@@ -103,11 +102,11 @@ class OptimizerSpec:
         kind, given = spec if isinstance(spec, (tuple, list)) and len(spec) == 2 else (spec, {})
         if isinstance(kind, OptimizerSpec) and not given:
             return kind
-        name, optimizer_class = ("of patterns", None) if isinstance(kind, Mapping) else _find_class(kind)
+        if isinstance(kind, Mapping):
+            return cls._by_pattern(kind, dict(given), parameters)
+        name, optimizer_class = _find_class(kind)
         if not isinstance(given, dict):
             raise TypeError(f"the arguments of optimizer {name!r} are {given!r}; expected a dict")
-        if optimizer_class is None:
-            return cls._by_pattern(kind, given, parameters)
         given = dict(given)
         if "lr_scheduler" in given:
             raise ValueError(
@@ -160,11 +159,9 @@ class OptimizerSpec:
                     )
             parts.append(replace(part, pattern=pattern, **shared))
         if not parts:
-            raise ValueError("the dict of patterns is empty; expected an optimizer, such as {'*': 'sgd'}")
+            raise ValueError("the dict of optimizers by pattern is empty; expected one, such as {'*': 'sgd'}")
         if not parts[0].rate and any(part.rate for part in parts):
-            raise ValueError(
-                "the learning rate of the first pattern is 0, and the others follow it by their ratio to it"
-            )
+            raise ValueError("the learning rate of the first pattern is 0, to which the others keep their ratio")
         name = " + ".join(dict.fromkeys(part.name for part in parts))
         return replace(parts[0], name=name, pattern="*", parts=tuple(parts))
 

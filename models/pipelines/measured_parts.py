@@ -47,7 +47,7 @@ def measured_parts(
 
     def begin(module: nn.Module, *given: Any) -> None:
         if module in numbers:
-            begun[numbers[module]] = now()
+            begun.append((numbers[module], now()))
             for one in _pytree.tree_leaves(given):
                 if isinstance(one, torch.Tensor) and one.requires_grad:
                     one.register_hook(lambda _, number=numbers[module]: arrived.setdefault(number, now()) and None)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def measured_parts(
 
     runs: list[list[float]] = []
     for _ in range(MEASURED_RUNS + 1):  # the first one allocates
-        begun: dict[int, float] = {}
+        begun: list[tuple[int, float]] = []  # layers, and when they began
         arrived: dict[int, float] = {}  # when the gradient of a layer's input was computed
         saved[:] = [{} for _ in names]
         start = now()
@@ -70,13 +70,12 @@ def measured_parts(
         middle = now()
         for hook in hooks:  # activation checkpointing runs layers again
             hook.remove()
-        if [*begun] != [*range(len(names))] or not output.requires_grad:
-            raise ValueError(
-                f"of layers {list(names)} numbers {[*begun]} ran; expected all, in order, and an output to train"
-            )
+        ran = [names[number] for number, _ in begun]
+        if ran != [*names] or not output.requires_grad:
+            raise ValueError(f"layers {ran} of {[*names]} ran; expected each once, in order, and an output to train")
         torch.autograd.grad(output.sum(), trained, allow_unused=True)
         end = now()
-        forward = [start, *[*begun.values()][1:], middle]
+        forward = [start, *(at for _, at in begun[1:]), middle]
         backward = [end, *(arrived.get(number, end) for number in range(1, len(names))), middle]
         runs.append([b - a + c - d for (a, b), (c, d) in zip(pairwise(forward), pairwise(backward), strict=True)])
     held = [BYTES_PER_PARAMETER_BYTE * sum(one.values()) for one in weights]

@@ -235,7 +235,7 @@ def test_a_state_of_one_optimizer_is_loaded_by_patterns_of_the_same_class_alone(
 
     found, expected = (in_two_runs(network("net"), tmp_path, alone, second) for second in (two, alone))
     assert all(map(torch.equal, found.parameters(), expected.parameters()))
-    text = "the state of key 'net.head.(weight|bias)' is of optimizer 'sgd', but 'adamw' updates it here"
+    text = "the state of key 'net.head.(weight|bias)' is of optimizer 'sgd', but here it has 'adamw'"
     for first in (alone, two):
         with pytest.raises(ValueError, match=text):
             in_two_runs(network("net"), tmp_path, first, other)
@@ -258,7 +258,7 @@ def test_a_module_resumes_from_a_checkpoint(tmp_path: Path) -> None:
 # Wrong uses
 
 BAD: list[tuple[Any, type[Exception], str]] = [
-    ({}, ValueError, "the dict of patterns is empty; expected an optimizer, such as"),
+    ({}, ValueError, "the dict of optimizers by pattern is empty; expected one, such as"),
     ({"a": "sgd"}, ValueError, r"key 'b' matches none of the optimizer's patterns \['a'\]; '\*' matches all others"),
     (
         {"*": "sgd", "a": "adam"},
@@ -274,7 +274,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ({"*": ("sgd", {"clip_norm": 1.0})}, ValueError, r"the optimizer of pattern '\*' is \('sgd', {'clip_norm': 1.0}\)"),
     ({"a": {"*": "sgd"}, "*": "sgd"}, ValueError, "the optimizer of pattern 'a' is {'\\*': 'sgd'}; expected arguments"),
     (({"*": "sgd"}, {"clip_norm": -1}), ValueError, "clip_norm is -1; expected a number above 0"),
-    ({"a": ("sgd", {"lr": 0}), "*": "sgd"}, ValueError, "the learning rate of the first pattern is 0, and"),
+    ({"a": ("sgd", {"lr": 0}), "*": "sgd"}, ValueError, "the learning rate of the first pattern is 0, to which"),
 ]
 
 

@@ -66,12 +66,11 @@ class Definition:
 def pack_spec(spec: OptimizerSpec) -> bytes:
     """Serialise an optimizer of torch.optim: servers import nothing by a name received over the network."""
     parts = spec.parts or (spec,)
-    for one in parts:
-        if not one.is_known_class:
-            raise ValueError(
-                f"optimizer {one.optimizer_class.__module__}.{one.optimizer_class.__qualname__} is not of torch.optim, "
-                "and servers run no others; expected one of torch.optim's, or an 'allreduce' store"
-            )
+    if unknown := [one.optimizer_class for one in parts if not one.is_known_class]:
+        raise ValueError(
+            f"optimizer {unknown[0].__module__}.{unknown[0].__qualname__} is not of torch.optim, and servers run no "
+            "others; expected one of torch.optim's, or an 'allreduce' store"
+        )
     shared = {name: getattr(spec, name) for name in ("rescale_grad", *THRESHOLDS)}
     factors = [list(one.items()) if isinstance(one, Mapping) else one for one in (spec.lr_mult, spec.wd_mult)]
     return bytes(msgpack.packb([[(one.pattern, one.name, one.arguments) for one in parts], shared, *factors]))
