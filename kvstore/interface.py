@@ -518,8 +518,9 @@ class KVStore(abc.ABC):
             keys: keys that the optimizer updates, initialised or not. Each such group has an optimizer, learning rate
                 and state of its own, and a push needs a call for each group. None: all keys that are in no group; the
                 optimizer replaces the one that was set so before.
-            spec: as for `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``. With
-                ``clip_global_norm`` among the arguments a push only sums, and `update` updates.
+            spec: as for `OptimizerSpec.parse`: a name or class of torch.optim, or ``(name or class, arguments)``, or a
+                dict of these by patterns of keys. With ``clip_global_norm`` among the arguments a push only sums, and
+                `update` updates.
             shard: "optimizer": each worker of an allreduce store, or each device of a device store, owns keys in
                 proportion to its memory. It holds the optimizer's state of these keys only, updates them, and
                 broadcasts the new weights. None: every worker updates all keys, and devices update equal parts.
@@ -538,10 +539,14 @@ class KVStore(abc.ABC):
             kv.set_optimizer(("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4}))
         """
         self._check_open()
-        self._check_unattached("set_optimizer", None if keys is None else set(keys))
-        return self._add_group(OptimizerSpec.parse(spec), None if keys is None else frozenset(keys), shard, memory)
+        own = None if keys is None else frozenset(keys)
+        self._check_unattached("set_optimizer", own)
+        spec = OptimizerSpec.parse(spec)
+        if own is not None and spec.parts:
+            spec.check_keys(own, own)
+        return self._add_group(spec, own, shard, memory)
 
-    def _check_unattached(self, call: str, keys: set[Key] | None) -> None:
+    def _check_unattached(self, call: str, keys: frozenset[Key] | None) -> None:
         """Raise ValueError if a `Trainer`, for example, has attached one of the keys (None: any), or a group has it."""
         taken = {key: owner for key, owner in self._attached.items() if keys is None or key in keys}
         if taken:

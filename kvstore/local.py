@@ -33,7 +33,7 @@ from gangline.kvstore.compression import Compression
 from gangline.kvstore.gradient_compression import CompressedPushes
 from gangline.kvstore.interface import KVStore, Updater
 from gangline.kvstore.optimizer.group import OptimizerGroup
-from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState, checked
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, copy_rows, summed
 
@@ -172,7 +172,7 @@ class LocalStore(KVStore):
         return self._optimizers[group].learning_rate
 
     def _set_rate(self, group: OptimizerGroup, rate: float) -> None:
-        self._run_exclusive(lambda: setattr(self._optimizers[group], "learning_rate", rate))
+        self._run_exclusive(lambda: self._optimizers[group].set_learning_rate(rate))
 
     def _state_of(self, group: OptimizerGroup) -> OptimizerState:
         return self._run_exclusive(self._optimizers[group].state)
@@ -181,9 +181,9 @@ class LocalStore(KVStore):
         state, optimizer = read(), self._optimizers[group]
 
         def load() -> None:
-            keys = self._keys_of(group)  # those that the optimizer does not support have no state
-            dtypes = [self._entries[key].stored.dtype for key in keys]
-            self._add_to(optimizer, [key for key, one in zip(keys, dtypes, strict=True) if not group.spec.misfit(one)])
+            parts = {key: group.spec.find(key) for key in self._keys_of(group)}
+            dtypes = {key: self._entries[key].stored.dtype for key in parts}  # of others the optimizer has no state
+            self._add_to(optimizer, [key for key, part in parts.items() if part and not part.misfit(dtypes[key])])
             optimizer.load_state(state)
 
         self._run_exclusive(load)
@@ -258,7 +258,7 @@ class LocalStore(KVStore):
             optimizer = self._optimizer_of(bucket.keys[0])
             if optimizer is not None:
                 for key in bucket.keys:
-                    optimizer.check(key, self._entries[key].stored)
+                    checked(optimizer.spec.of(key), key, self._entries[key].stored)
             device = self._device_of(bucket)
             flat = _Flat(bucket, given if given is not None and given.device == device else bucket.empty(device))
             if flat.stored is given and given.is_cuda:  # the user may drop it while a call runs

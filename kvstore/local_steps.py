@@ -152,7 +152,7 @@ class LocalSteps(WrappedOptimizer):
             MismatchError: if the workers' models or options differ.
         """
         self._parameters = _trained(model, optimizer)
-        spec = _parsed(outer)
+        spec = _parsed(outer, self._parameters)
         if every != "auto" and not _is_count(every):
             raise ValueError(f"every is {every!r}; expected a number of local steps, 1 or more, or 'auto'")
         if not _is_count(fragments):
@@ -371,10 +371,11 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     return trained
 
 
-def _parsed(outer: Any) -> OptimizerSpec:
+def _parsed(outer: Any, parameters: Mapping[Any, Tensor]) -> OptimizerSpec:
     if isinstance(outer, str) and outer not in _OUTER:
         raise ValueError(f"outer is {outer!r}; expected one of {list(_OUTER)}, or (name, arguments) of an optimizer")
-    spec = OptimizerSpec.parse(_OUTER[outer] if isinstance(outer, str) else outer)
+    spec = OptimizerSpec.parse(_OUTER[outer] if isinstance(outer, str) else outer, parameters)
+    spec.check_keys(parameters, parameters)
     if spec.clip_global_norm is not None:
         raise ValueError("outer has clip_global_norm, for which all fragments would have to wait; expected clip_norm")
     return spec

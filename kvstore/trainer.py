@@ -84,7 +84,8 @@ class Trainer(NetworkState):
         Args:
             params: a module, its ``parameters()`` or ``named_parameters()``, or a dict of name to parameter. The keys
                 in the store are the names, or numbers from 0 for parameters without names.
-            optimizer: name or class of torch.optim, as for `KVStore.set_optimizer`.
+            optimizer: name or class of torch.optim, as for `KVStore.set_optimizer`; or a dict of optimizers by patterns
+                of names, or by functions of (name, parameter).
             optimizer_params: arguments of the optimizer, as for `OptimizerSpec.parse`.
             kvstore: a store, or the name of one to create; "auto": the store of the job, see `create`.
             compression_params: as for `KVStore.set_gradient_compression`; None: no compression.
@@ -105,8 +106,8 @@ class Trainer(NetworkState):
             raise ValueError(f"loss_reduction is {loss_reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
         if not isinstance(kvstore, (str, KVStore)):
             raise TypeError(f"kvstore is {kvstore!r}; expected a store, or its name")
-        spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
-        spec.check_keys(self._parameters)
+        spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})), self._parameters)
+        spec.check_keys(self._parameters, [key for key, one in self._parameters.items() if one.requires_grad])
         check_shard(shard, or_weights=True)
         self._is_sum, self._is_sharded = loss_reduction == "sum", shard is not None
         if shard == "weights" and not isinstance(params, nn.Module):

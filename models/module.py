@@ -393,7 +393,8 @@ class Module:
             kvstore: a store, the name of one, or None. "auto": the job's store in a job of several workers and with
                 context "parallel", else "device" if all contexts are GPUs, else "local". A single context needs no
                 store, and none is created for a name.
-            optimizer: name or class from torch.optim; see `OptimizerSpec.parse`.
+            optimizer: name or class from torch.optim, or a dict of these by patterns of names, or by functions of
+                (name, parameter); see `OptimizerSpec.parse`.
             optimizer_params: its arguments, by torch's names or MXNet's.
 
         Raises:
@@ -401,11 +402,12 @@ class Module:
                 several contexts.
             TypeError: if an argument has a wrong type.
         """
-        spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})))
+        named = parameters_of(self.network)
+        spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})), named)
         store = self._resolve_store(kvstore)
         replicas, previous = self.bound.replicas, self._step.optimizer
         replicas.update_trained_parameters()
-        spec.check_keys(parameters_of(self.network))
+        spec.check_keys(named, replicas.first.parameters)
         if not replicas.first.parameters:
             raise ValueError("the network has no trained parameter")
         binding = bind_optimizer(replicas, store, spec, self._options, previous, self._pending_optimizer_state)

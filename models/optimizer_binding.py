@@ -54,7 +54,8 @@ class OptimizerBinding:
     """True if `close` must close the store, because it was created here."""
     shards_weights = False
     """True if weights are sharded: forward and backward are collective, and backward reduces gradients."""
-    _optimizer: KeyedOptimizer
+    _optimizer: Any
+    """A `KeyedOptimizer`, or what has its learning rate: `OptimizerGroup`, `OwnedKeys`, which has its state too."""
 
     def __init__(self, replicas: Replicas, optimizer: KeyedOptimizer) -> None:
         self._replicas, self._optimizer, self.workers = replicas, optimizer, Workers()
@@ -63,11 +64,11 @@ class OptimizerBinding:
     @property
     def learning_rate(self) -> float:
         """The optimizer's learning rate."""
-        return self._optimizer.learning_rate
+        return float(self._optimizer.learning_rate)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate from the next update on."""
-        self._optimizer.learning_rate = learning_rate
+        self._optimizer.set_learning_rate(learning_rate)
 
     def update(self, weight: float | None = None) -> None:
         """Sum the replicas' gradients, weighted as in `Reducer.finish`, and update the weights of all replicas once."""
@@ -76,8 +77,9 @@ class OptimizerBinding:
             self._optimizer.update([(name, of_gradient(one.grad)) for name, one in trained if one.grad is not None])
 
     def state(self) -> OptimizerState:
-        """Return a copy of the optimizer's state, on the host."""
-        return self._optimizer.state()
+        """Return a copy of the optimizer's state, on the host; collective with sharded weights, see `OwnedKeys`."""
+        state: OptimizerState = self._optimizer.state()
+        return state
 
     def load_state(self, state: OptimizerState) -> None:
         """Replace the optimizer's state."""
@@ -145,7 +147,7 @@ class StoreOptimizer(OptimizerBinding):
     ) -> None:
         """Register the reducer's hooks; the store must hold the weights already."""
         self._replicas, self.workers, self.store, self.owns_store = replicas, workers, store, owns_store
-        self.group = group
+        self.group = self._optimizer = group
         uses_gpu = any(replica.context.device_type == "gpu" for replica in replicas.all)
         self._reducer = Reducer(
             [replica.parameters for replica in replicas.all],
@@ -166,13 +168,6 @@ class StoreOptimizer(OptimizerBinding):
         elif written := self._written.assign():
             self.store.pull(written, [self._replicas.weights(name) for name in written])
             self._written.note()
-
-    @property
-    def learning_rate(self) -> float:  # noqa: D102  inherited
-        return self.group.learning_rate
-
-    def set_learning_rate(self, learning_rate: float) -> None:  # noqa: D102  inherited
-        self.group.set_learning_rate(learning_rate)
 
     def begin_backward(  # noqa: D102  inherited
         self, active: Sequence[int], *, push_early: bool, weight: float | None = None, rerun: bool = False
@@ -246,8 +241,7 @@ class ShardedOptimizer(OptimizerBinding):
         self, weights: ShardedWeights, spec: OptimizerSpec, store: KVStore, workers: Workers, *, owns_store: bool
     ) -> None:
         self.weights, self.workers, self.store, self.owns_store = weights, workers, store, owns_store
-        self._keys = OwnedKeys(spec, weights, store)
-        self._optimizer = self._keys.optimizer
+        self._optimizer = OwnedKeys(spec, weights, store)
         self._weight = 0.0
 
     def end_forward(self, *, has_samples: bool) -> None:  # noqa: D102  inherited
@@ -275,7 +269,7 @@ class ShardedOptimizer(OptimizerBinding):
         return seconds
 
     def update(self, weight: float | None = None) -> None:  # noqa: ARG002, D102  backward has used it
-        self._keys.update()
+        self._optimizer.update()
 
     def refuse(self, error: Exception) -> None:  # noqa: D102  inherited
         if not isinstance(error, GanglineError):  # else the others have raised it, too
@@ -286,13 +280,6 @@ class ShardedOptimizer(OptimizerBinding):
     def abandon(self, error: BaseException) -> None:  # noqa: D102  inherited
         if not isinstance(error, MismatchError) and _ALL_RAISE not in getattr(error, "__notes__", ()):
             _note_out_of_step(self.workers, error)
-
-    def state(self) -> OptimizerState:
-        """Return the optimizer's state on the host: the full state on rank 0, the owned part elsewhere. Collective."""
-        return self._keys.state()
-
-    def load_state(self, state: OptimizerState) -> None:  # noqa: D102  inherited
-        self._keys.load_state(state)
 
     def detach(self) -> None:  # noqa: D102  inherited
         self.weights.close()
@@ -314,7 +301,7 @@ class ShardedOptimizer(OptimizerBinding):
         keys = OwnedKeys(spec, self.weights, self.store)
         if state is not None:
             keys.load_state(state)
-        self._keys, self._optimizer = keys, keys.optimizer
+        self._optimizer = keys
 
 
 def bind_optimizer(

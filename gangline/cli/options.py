@@ -118,7 +118,7 @@ def as_usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def numbers(flag: str, words: str | None, kind: type[Any], count: int | None = None) -> list[Any]:
+def numbers(flag: str, words: str | None, kind: Callable[[str], Any], count: int | None = None) -> list[Any]:
     """Parse numbers separated by commas; an empty list for None."""
     try:
         found = [kind(word) for word in words.split(",")] if words else []

@@ -1,32 +1,40 @@
-"""`gangline plan`: decide how to split batches over devices of unequal speed."""
+"""`gangline plan`: decide how to split batches, or the layers of a network, over devices of unequal speed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gangline.cli.options import JsonFile, numbers, print_table, write_json
+from gangline.kvstore.parameter_server.environment import parse_bytes
 from gangline.models.balance.speed_model import shortest_step, step_seconds
 from gangline.usage_error import UsageError
 
 
 def plan(
-    batch: Annotated[int, typer.Option(help="Samples in a global batch, over all ranks.", min=1)],
     speeds: Annotated[str, typer.Option(help="Samples per second of each rank, or relative speeds, such as 3,1.")],
-    memory: Annotated[str | None, typer.Option(help="Memory of each rank's device in GiB, such as 24,11.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples in a global batch, over all ranks.", min=1)] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each device in GiB, such as 24,11, or 800M,1G.")] = None,
     fixed_memory: Annotated[
         float, typer.Option(help="GiB that weights, gradients and optimizer take on each rank.", min=0)
     ] = 0.0,
     sample_memory: Annotated[
         float | None, typer.Option(help="GiB that each sample adds; the split then fits into the memory.", min=0)
     ] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Function that returns (network, micro-batch).")
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Compare the split of batches by speed with the equal one and with leaving out the slowest rank.
+
+    With --network, measure its layers, and print how to cut them into stages of a pipeline, the slowest as fast as
+    possible. A micro-batch is a tensor, a tuple of arguments or a dict of arguments by name.
 
     Step times are those of forward and backward, without the exchange of gradients. With --memory and without
     --sample-memory the last column shows how much memory a sample may take at most.
@@ -34,10 +42,15 @@ def plan(
     found = numbers("--speeds", speeds, float)
     if not found or not all(0 < one < math.inf for one in found):
         raise UsageError(f"--speeds is {speeds!r}; expected a number above 0 for each rank, such as 3,1")
-    sizes: list[float] = numbers("--memory", memory, float, len(found))
+    limits = numbers("--memory", memory, _bytes, len(found))
+    if network is not None:
+        _plan_stages(network, found, limits or [None] * len(found), json)
+        return
+    if batch is None:
+        raise UsageError("expected --batch, whose samples to split, or --network, whose layers to split")
     if sample_memory is not None and memory is None:
         raise UsageError("--sample-memory is given without --memory; expected the memory of each rank, such as 24,11")
-    splits = _splits(batch, found, [size - fixed_memory for size in sizes], sample_memory)
+    splits = _splits(batch, found, [limit / 2**30 - fixed_memory for limit in limits], sample_memory)
     equal = splits[1].seconds
     rows = [
         {
@@ -65,6 +78,46 @@ def plan(
         }
     )
     print("Seconds and samples/s hold if --speeds are in samples per second.")
+
+
+def _bytes(words: str) -> int:
+    return parse_bytes(words if words.strip()[-1:].isalpha() else f"{words}G", "--memory")
+
+
+def _plan_stages(name: str, speeds: Sequence[float], memory: Sequence[float | None], json: Path | None) -> None:
+    """Print the stages of a network, for torch's pipelines and for `Pipeline`."""
+    from torch import nn  # slow to import
+
+    from gangline.models.import_by_name import resolve
+    from gangline.models.pipelines.measured_parts import layers_of, measured_parts
+    from gangline.models.pipelines.pipeline import cut
+
+    built = resolve(name)()
+    network, given = built if isinstance(built, tuple) else (built, getattr(built, "dummy_inputs", None))
+    if not isinstance(network, nn.Module) or given is None:
+        raise UsageError(f"{name} returned a {type(built).__name__}; expected (network, micro-batch)")
+    layers = layers_of(network)
+    arguments, named = ((), given) if isinstance(given, Mapping) else (given if type(given) is tuple else (given,), {})
+    seconds, nbytes = measured_parts(network, layers, arguments, named, kept=len(speeds))
+    begins = cut(seconds, nbytes, speeds, memory)
+    ends = [*begins[1:], len(layers)]
+    used = [sum(seconds[begin:end]) / speed for begin, end, speed in zip(begins, ends, speeds, strict=True)]
+    sizes = [sum(nbytes[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    firsts, lasts = [layers[begin] for begin in begins], [layers[end - 1] for end in ends]
+    write_json(json, {"first": firsts, "last": lasts, "seconds": used, "bytes": sizes})
+    if json is not None:
+        return
+    print_table(
+        {
+            "first layer": firsts,
+            "last layer": lasts,
+            "step in s": [f"{one:.3g}" for one in used],
+            "GiB": [f"{size / 2**30:.3g}" for size in sizes],
+        }
+    )
+    print("split_spec = {" + ", ".join(f'"{name}": SplitPoint.BEGINNING' for name in firsts[1:]) + "}")
+    if isinstance(network, nn.Sequential) and firsts[0] in network._modules:
+        print("group2ctxs = {" + ", ".join(f'"{name}": gpu({number})' for number, name in enumerate(firsts)) + "}")
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ class AllReduceStore(LocalStore):
                     "set_learning_rate(%g) on rank %d has no effect: rank %d's learning rate %g counts; set it there",
                     *(own, self.rank, negotiation.rate_of, rate),
                 )
-            optimizer.learning_rate = rate
+            optimizer.set_learning_rate(rate)
         self._sets_rate.discard(group)
 
     def _set_rate(self, group: OptimizerGroup, rate: float) -> None:

@@ -31,18 +31,6 @@ def check_thresholds(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"{shown} are given; expected at most one of {', '.join(THRESHOLDS)}")
 
 
-def clip_values_(gradients: Sequence[torch.Tensor], threshold: float) -> None:
-    """Clip each element to +-threshold, in place; NaN stays NaN."""
-    for gradient in gradients:
-        gradient.clamp_(-threshold, threshold)
-
-
-def clip_each_norm_(gradients: Sequence[torch.Tensor], threshold: float) -> None:
-    """Scale each gradient by min(1, threshold / (its norm + 1e-6)), in place."""
-    for gradient in gradients:
-        clip_norm_([gradient], threshold)
-
-
 def clip_norm_(gradients: Sequence[torch.Tensor], threshold: float) -> None:
     """Scale all gradients by min(1, threshold / (the norm of all of them + 1e-6)), in place.
 

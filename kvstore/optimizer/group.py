@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from gangline.collectives.work import Work
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key, OptimizerSpec
-
-_Value = TypeVar("_Value")
 
 
 class Store(Protocol):
@@ -114,10 +112,3 @@ class OptimizerGroups:
                 "the Trainer, or of what set_optimizer has returned"
             )
         return next(iter(self.all.values()))
-
-    def by_group(self, values: Mapping[Key, _Value]) -> dict[OptimizerGroup | None, dict[Key, _Value]]:
-        """Return the items of a mapping by the group of their keys."""
-        found: dict[OptimizerGroup | None, dict[Key, _Value]] = {}
-        for key, value in values.items():
-            found.setdefault(self.of(key), {})[key] = value
-        return found

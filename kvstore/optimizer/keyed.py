@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar
@@ -14,10 +14,10 @@ import torch
 from torch._C import _len_torch_function_stack
 
 from gangline.kvstore.optimizer import clipping
-from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, check_learning_rate
+from gangline.kvstore.optimizer.spec import Key, OptimizerSpec, Pattern, check_learning_rate
 from gangline.kvstore.sparse import RowSparse
 
-_HEADER = ("initial_learning_rate", "learning_rate", "shapes", "plain")
+_HEADER = ("initial_learning_rate", "learning_rate", "shapes", "plain", "names")
 """Fields of an `OptimizerState` in its header, in addition to the name."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,12 +34,21 @@ def _on_host(call: Callable[_P, _R]) -> Callable[_P, _R]:
     return on_host
 
 
+@dataclass
+class _Part:
+    """The torch optimizer of a pattern, and its parameter groups by (lr_mult, wd_mult)."""
+
+    spec: OptimizerSpec
+    optimizer: torch.optim.Optimizer
+    groups: dict[tuple[float, float], dict[str, Any]] = field(default_factory=dict)
+
+
 class KeyedOptimizer:
     """Optimizer of a store: torch.optim over the weights of many keys, of which an update changes some.
 
-    Keys with equal (lr_mult, wd_mult) share a parameter group. An update puts only its own keys into the groups, so its
-    cost depends on these keys alone. State is torch's, per key. ``clip_global_norm`` takes the norm over the gradients
-    of one update.
+    Keys of a pattern with equal (lr_mult, wd_mult) share a parameter group. An update puts only its own keys into the
+    groups, so its cost depends on these keys alone. State is torch's, per key. ``clip_global_norm`` takes the norm over
+    the gradients of one update.
 
     Row-sparse gradients are applied lazily, as with MXNet's ``lazy_update`` and torch's SparseAdam: weight decay,
     momentum and the update itself affect only the rows of the gradient and their state.
@@ -47,74 +56,55 @@ class KeyedOptimizer:
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
-        self._learning_rate = float(spec.arguments["lr"])
+        self.learning_rate = spec.rate
+        """The learning rate, before lr_mult; see `set_learning_rate`."""
         self.weights: dict[Key, torch.Tensor] = {}
         """Tensors from the last `add` of each key."""
-        self._groups: dict[tuple[float, float], dict[str, Any]] = {}
+        self._parts: dict[Pattern, _Part] = {}  # from the first key on, as torch needs a tensor to create one
+        self._part_of: dict[Key, _Part] = {}
         self._group_of: dict[Key, dict[str, Any]] = {}
-        self._optimizer: torch.optim.Optimizer | None = None  # torch needs a tensor to create one
         self._starts: dict[Key, dict[str, complex]] = {}  # by key: initial values of row state
         self._uses_gpu = False
         self._begins_with_state = False  # whether the optimizer creates state with the weight, as Adagrad
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate, before lr_mult."""
-        return self._learning_rate
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next update on."""
+        check_learning_rate(learning_rate)
+        self.learning_rate = float(learning_rate)
+        for part in self._parts.values():
+            for (lr_mult, _), group in part.groups.items():
+                group["lr"] = self.spec.rate_of(part.spec, self.learning_rate) * lr_mult
 
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        check_learning_rate(value)
-        self._learning_rate = float(value)
-        for (lr_mult, _), group in self._groups.items():
-            group["lr"] = self._learning_rate * lr_mult
-
-    def add(self, key: Key, weight: torch.Tensor) -> None:
+    def add(self, key: Key, weight: torch.Tensor, named: Key | None = None) -> None:
         """Set the tensor that updates of ``key`` change; keep existing state of the key, on the tensor's device.
 
-        Adding the same tensor again does nothing. ValueError if the optimizer does not support it, see `check`.
+        ``named``: the key by which pattern and factors are found; None: this one. Adding the same tensor again does
+        nothing. ValueError if the optimizer does not support it, see `checked`.
         """
         before = self.weights.get(key)
         if before is weight:
             return
-        probe = self.check(key, weight)
+        named = key if named is None else named
+        spec, factors = self.spec.of(named), self.spec.factors(named)
+        probe = checked(spec, named, weight)
         self._begins_with_state |= bool(probe.state)
         probe.state.clear()  # a key's state begins with its first update: a worker that never updates it has none
-        factors = self.spec.factors(key)
-        if self._optimizer is None:
-            self._optimizer = probe
-        if factors not in self._groups:
-            group = self._groups[factors] = probe.param_groups[0]
-            group["lr"] = self._learning_rate * factors[0]
+        part = self._part_of[key] = self._parts.setdefault(spec.pattern, _Part(spec, probe))
+        if factors not in part.groups:
+            group = part.groups[factors] = probe.param_groups[0]
+            group["lr"] = self.spec.rate_of(spec, self.learning_rate) * factors[0]
             if "weight_decay" in group:
                 group["weight_decay"] *= factors[1]
         self.weights[key] = weight
         self._uses_gpu |= weight.is_cuda  # torch's optimizers then take foreach by themselves
-        self._group_of[key] = self._groups[factors]
+        self._group_of[key] = part.groups[factors]
         if before is not None:
-            self.restore(key, self._optimizer.state.pop(before, {}))
+            self.restore(key, part.optimizer.state.pop(before, {}))
 
     def state_of(self, key: Key) -> dict[str, Any]:
         """Return the live state of an added key: tensors and plain values by name."""
-        assert self._optimizer is not None, "add() comes before state_of()"
-        state: dict[str, Any] = self._optimizer.state[self.weights[key]]
+        state: dict[str, Any] = self._part_of[key].optimizer.state[self.weights[key]]
         return state
-
-    @_on_host
-    def check(self, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
-        """Return a torch optimizer over the weight alone; raise ValueError as `add` would."""
-        if misfit := self.spec.misfit(weight.dtype):
-            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {misfit}")
-        is_half_on_cpu = weight.is_cpu and weight.dtype.itemsize < 4
-        if is_half_on_cpu and self.spec.optimizer_class is torch.optim.SGD and self.spec.arguments.get("fused"):
-            raise ValueError(  # torch 2.12 and 2.13: https://github.com/pytorch/pytorch/issues/191763
-                f"key {key!r} does not fit optimizer {self.spec.name!r}: torch's fused SGD leaves most elements of a "
-                f"{weight.dtype} weight on the CPU unchanged; leave 'fused' out"
-            )
-        try:
-            return self.spec.optimizer_class([weight], **self.spec.arguments)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"key {key!r} does not fit optimizer {self.spec.name!r}: {error}") from error
 
     @_on_host
     @torch.inference_mode(mode=False)  # its state is kept
@@ -133,10 +123,9 @@ class KeyedOptimizer:
         """
         if not gradients:
             return
-        optimizer = self._optimizer
-        assert optimizer is not None, "add() comes before update()"
         self.check_kinds([(key, (gradient,)) for key, gradient in gradients])
-        for group in self._groups.values():
+        groups = [group for part in self._parts.values() for group in part.groups.values()]
+        for group in groups:
             group["params"] = []
         before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         sparse: list[_Rows] = []
@@ -144,12 +133,13 @@ class KeyedOptimizer:
             for (key, gradient), values in zip(gradients, self._clipped([one for _, one in gradients]), strict=True):
                 if is_wanted is not None and not is_wanted(key):
                     continue
-                weight = self.weights[key]
+                weight, part = self.weights[key], self._part_of[key]
+                optimizer = part.optimizer
                 if self._begins_with_state and weight not in optimizer.state:
-                    optimizer.state[weight] = self.check(key, weight).state[weight]
+                    optimizer.state[weight] = checked(part.spec, key, weight).state[weight]
                 for_torch = values
-                if isinstance(gradient, RowSparse) and self.spec.takes_dense:
-                    rows = _Rows(weight, gradient.indices, optimizer, self._start_values(key))
+                if isinstance(gradient, RowSparse) and part.spec.takes_dense:
+                    rows = _Rows(weight, gradient.indices, optimizer.state, self._start_values(key))
                     sparse.append(rows)
                     weight = rows.weight
                 elif isinstance(gradient, RowSparse):
@@ -157,15 +147,16 @@ class KeyedOptimizer:
                 before.append((weight, weight.grad))
                 weight.grad = for_torch
                 self._group_of[key]["params"].append(weight)
-            optimizer.param_groups = [group for group in self._groups.values() if group["params"]]
-            if optimizer.param_groups:
-                optimizer.step()
+            for part in self._parts.values():
+                part.optimizer.param_groups = [group for group in part.groups.values() if group["params"]]
+                if part.optimizer.param_groups:
+                    part.optimizer.step()
         finally:
             for weight, gradient_before in before:
                 weight.grad = gradient_before
             for rows in sparse:
-                rows.write_back(optimizer)
-            for group in self._groups.values():  # hold no tensor that the store has released
+                rows.write_back()
+            for group in groups:  # hold no tensor that the store has released
                 group["params"] = []
 
     def check_kinds(self, pairs: Iterable[tuple[Key, Sequence[torch.Tensor | RowSparse]]]) -> None:
@@ -174,14 +165,15 @@ class KeyedOptimizer:
             return
         for key, values in pairs:
             is_sparse = all(isinstance(value, RowSparse) for value in values)
-            if is_sparse and not self.spec.is_elementwise:
+            spec = self._part_of[key].spec if key in self._part_of else self.spec.of(key)
+            if is_sparse and not spec.is_elementwise:
                 raise ValueError(
-                    f"optimizer {self.spec.name!r} works on whole tensors, but the gradient of key {key!r} is "
+                    f"optimizer {spec.name!r} works on whole tensors, but the gradient of key {key!r} is "
                     "row-sparse; expected an elementwise optimizer (sgd, adam, adagrad), or a dense gradient"
                 )
-            if not is_sparse and not self.spec.takes_dense:
+            if not is_sparse and not spec.takes_dense:
                 raise ValueError(
-                    f"optimizer {self.spec.name!r} takes row-sparse gradients only, but that of key {key!r} is dense; "
+                    f"optimizer {spec.name!r} takes row-sparse gradients only, but that of key {key!r} is dense; "
                     "expected adam, or nn.Embedding(sparse=True)"
                 )
 
@@ -191,7 +183,8 @@ class KeyedOptimizer:
             probe = torch.zeros(1, dtype=self.weights[key].dtype, device=self.weights[key].device)
             probe.grad = torch.zeros_like(probe)
             group = {name: value for name, value in self._group_of[key].items() if name != "params"}
-            optimizer = self.spec.optimizer_class([{**group, "params": [probe]}], **self.spec.arguments)
+            spec = self._part_of[key].spec
+            optimizer = spec.optimizer_class([{**group, "params": [probe]}], **spec.arguments)
             optimizer.step()
             state = optimizer.state[probe].items()
             self._starts[key] = {
@@ -202,10 +195,13 @@ class KeyedOptimizer:
     @property
     def modifies_gradient(self) -> bool:
         """True if `update` may change dense gradients in place."""
-        spec = self.spec
-        by_foreach = spec.arguments.get("foreach", self._uses_gpu) and not spec.arguments.get("fused")
-        adds_momentum = by_foreach and spec.arguments.get("nesterov", False)  # torch's SGD, to the gradient itself
-        return adds_momentum or spec.rescale_grad != 1.0 or spec.clips or not spec.is_known_class
+
+        def writes(spec: OptimizerSpec) -> bool:
+            by_foreach = spec.arguments.get("foreach", self._uses_gpu) and not spec.arguments.get("fused")
+            adds_momentum = by_foreach and spec.arguments.get("nesterov", False)  # torch's SGD, to the gradient itself
+            return adds_momentum or not spec.is_known_class
+
+        return self.spec.rescale_grad != 1.0 or self.spec.clips or any(map(writes, self.spec.parts or [self.spec]))
 
     @torch.no_grad()
     def _clipped(self, gradients: Sequence[torch.Tensor | RowSparse]) -> list[torch.Tensor]:
@@ -218,9 +214,11 @@ class KeyedOptimizer:
         if self.spec.rescale_grad != 1.0 and values:
             torch._foreach_mul_(values, self.spec.rescale_grad)
         if self.spec.clip_gradient is not None:
-            clipping.clip_values_(values, self.spec.clip_gradient)
+            for one in values:
+                one.clamp_(-self.spec.clip_gradient, self.spec.clip_gradient)
         elif self.spec.clip_norm is not None:
-            clipping.clip_each_norm_(values, self.spec.clip_norm)
+            for one in values:
+                clipping.clip_norm_([one], self.spec.clip_norm)
         elif self.spec.clip_global_norm is not None:
             clipping.clip_norm_(values, self.spec.clip_global_norm)
         return values
@@ -231,20 +229,19 @@ class KeyedOptimizer:
         plain: dict[str, Any] = {}
         shapes = {json.dumps(key): list(weight.shape) for key, weight in self.weights.items()}
         for key, weight in self.weights.items():
-            of_key = self._optimizer.state.get(weight, {}) if self._optimizer else {}
-            for name, value in of_key.items():
+            for name, value in self._part_of[key].optimizer.state.get(weight, {}).items():
                 place = f"{json.dumps(key)}/{name}"
                 if isinstance(value, torch.Tensor):
                     tensors[place] = value.detach().cpu().clone().contiguous()
                 else:
                     plain[place] = value
-        initial = float(self.spec.arguments["lr"])
-        return OptimizerState(self.spec.name, initial, self._learning_rate, shapes, tensors, plain)
+        spec, names = self.spec, self.spec.names(self.weights)
+        return OptimizerState(spec.name, spec.rate, self.learning_rate, shapes, tensors, plain, names)
 
     @torch.inference_mode(mode=False)
     def load_state(self, state: OptimizerState) -> None:
         """Load the state of all keys, which `OptimizerState.check` accepts; the learning rate stays."""
-        state.check(self.spec.name, {key: weight.shape for key, weight in self.weights.items()})
+        state.check(self.spec, {key: weight.shape for key, weight in self.weights.items()})
         of_keys: dict[Key, dict[str, Any]] = {key: {} for key in self.weights}
         for place, value in [*state.tensors.items(), *state.plain.items()]:
             encoded, _, name = place.rpartition("/")
@@ -254,9 +251,7 @@ class KeyedOptimizer:
 
     def restore(self, key: Key, state: dict[str, Any], *, copy: bool = True) -> None:
         """Replace the state of an added key; without ``copy`` tensors that fit are kept."""
-        assert self._optimizer is not None
-        weight = self.weights[key]
-        group = self._group_of[key]
+        weight, group, of_weights = self.weights[key], self._group_of[key], self._part_of[key].optimizer.state
         step_on_host = not (group.get("capturable") or group.get("fused"))
         restored = {}
         for name, value in state.items():
@@ -269,36 +264,53 @@ class KeyedOptimizer:
                     value = value.to(weight.device, dtype, copy=copy)
             restored[name] = value
         if restored:
-            self._optimizer.state[weight] = restored
+            of_weights[weight] = restored
         else:
-            self._optimizer.state.pop(weight, None)
+            of_weights.pop(weight, None)
+
+
+@_on_host
+def checked(spec: OptimizerSpec, key: Key, weight: torch.Tensor) -> torch.optim.Optimizer:
+    """Return a torch optimizer over the weight of a key alone; ValueError if the optimizer does not support it."""
+    if misfit := spec.misfit(weight.dtype):
+        raise ValueError(f"key {key!r} does not fit optimizer {spec.name!r}: {misfit}")
+    is_half_on_cpu = weight.is_cpu and weight.dtype.itemsize < 4
+    if is_half_on_cpu and spec.optimizer_class is torch.optim.SGD and spec.arguments.get("fused"):
+        raise ValueError(  # torch 2.12 and 2.13: https://github.com/pytorch/pytorch/issues/191763
+            f"key {key!r} does not fit optimizer {spec.name!r}: torch's fused SGD leaves most elements of a "
+            f"{weight.dtype} weight on the CPU unchanged; leave 'fused' out"
+        )
+    try:
+        return spec.optimizer_class([weight], **spec.arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"key {key!r} does not fit optimizer {spec.name!r}: {error}") from error
 
 
 class _Rows:
     """Some rows of a weight and their state, copied into a separate tensor for one update."""
 
     def __init__(
-        self, whole: torch.Tensor, indices: torch.Tensor, optimizer: torch.optim.Optimizer, starts: dict[str, complex]
+        self, whole: torch.Tensor, indices: torch.Tensor, states: dict[torch.Tensor, Any], starts: dict[str, complex]
     ) -> None:
-        self.whole, self.indices, self.starts = whole, indices, starts
+        self.whole, self.indices, self.starts, self.states = whole, indices, starts, states
         self.weight = whole.detach().index_select(0, indices)
-        if whole in optimizer.state:
-            optimizer.state[self.weight] = {
+        if whole in states:
+            states[self.weight] = {
                 name: value.index_select(0, indices) if name in starts else value
-                for name, value in optimizer.state[whole].items()
+                for name, value in states[whole].items()
             }
 
-    def write_back(self, optimizer: torch.optim.Optimizer) -> None:
+    def write_back(self) -> None:
         with torch.no_grad():
             self.whole.index_copy_(0, self.indices, self.weight)
-        state = optimizer.state.pop(self.weight, {})
-        for name, value in state.items():
+        for name, value in self.states.pop(self.weight, {}).items():
+            of_whole = self.states[self.whole]
             if name not in self.starts:
-                optimizer.state[self.whole][name] = value
+                of_whole[name] = value
                 continue
-            if name not in optimizer.state[self.whole]:
-                optimizer.state[self.whole][name] = torch.full_like(self.whole, self.starts[name], requires_grad=False)
-            optimizer.state[self.whole][name].index_copy_(0, self.indices, value)
+            if name not in of_whole:
+                of_whole[name] = torch.full_like(self.whole, self.starts[name], requires_grad=False)
+            of_whole[name].index_copy_(0, self.indices, value)
 
 
 @dataclass(frozen=True)
@@ -312,17 +324,22 @@ class OptimizerState:
     """Shapes of the weights, by key as JSON."""
     tensors: dict[str, torch.Tensor]
     plain: dict[str, Any]
+    names: dict[str, str] = field(default_factory=dict)
+    """Names of the keys' optimizers, by key as JSON; without patterns it is ``name`` for all."""
 
-    def check(self, name: str, shapes: Mapping[Key, tuple[int, ...]]) -> None:
+    def check(self, spec: OptimizerSpec, shapes: Mapping[Key, tuple[int, ...]]) -> None:
         """Raise ValueError unless the state is of this optimizer and its keys and shapes are known."""
-        if self.name != name:
-            raise ValueError(f"the state is of optimizer {self.name!r}, but {name!r} is set here")
+        if self.name != spec.name and not (self.names or spec.parts):
+            raise ValueError(f"the state is of optimizer {self.name!r}, but {spec.name!r} is set here")
         for encoded, shape in self.shapes.items():
             key = json.loads(encoded)
             if key not in shapes:
                 raise ValueError(f"the state has key {key!r}, which is unknown here; known keys: {list(shapes)}")
             if tuple(shape) != tuple(shapes[key]):
                 raise ValueError(f"the state of key {key!r} is for shape {tuple(shape)}; expected {tuple(shapes[key])}")
+            name, part = self.names.get(encoded, self.name), spec.find(key)
+            if part is not None and name != part.name:
+                raise ValueError(f"the state of key {key!r} is of optimizer {name!r}, but here it has {part.name!r}")
 
     def of_keys(self, is_wanted: Callable[[Key], bool]) -> OptimizerState:
         """Return the state of some keys, with the shapes of all keys."""
@@ -340,6 +357,7 @@ class OptimizerState:
             shapes={key: shape for part in parts for key, shape in part.shapes.items()},
             tensors={place: tensor for part in parts for place, tensor in part.tensors.items()},
             plain={place: value for part in parts for place, value in part.plain.items()},
+            names={key: name for part in parts for key, name in part.names.items()},
         )
 
     def header(self) -> dict[str, Any]:
@@ -349,4 +367,5 @@ class OptimizerState:
     @classmethod
     def from_parts(cls, header: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> OptimizerState:
         """Build the state from its `header` and tensors."""
-        return cls(name=header["optimizer"], tensors=tensors, **{name: header[name] for name in _HEADER})
+        given = {name: header[name] for name in _HEADER if name in header}
+        return cls(name=header["optimizer"], tensors=tensors, **given)

@@ -1,10 +1,12 @@
-"""Optimizer specifications: a class of torch.optim and its arguments as plain data, checked when they are given."""
+"""Optimizer specifications: classes of torch.optim and their arguments as plain data, checked when they are given."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from gangline.kvstore.errors import did_you_mean
 from gangline.kvstore.optimizer.clipping import THRESHOLDS, check_thresholds
 
 Key = str | int
+Pattern = str | tuple[Key, ...]
+"""Keys of an optimizer: a pattern as of fnmatch, or the keys themselves."""
 
 # gangline's and MXNet's names -> torch's classes
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
@@ -58,9 +62,12 @@ class OptimizerSpec:
     clip_global_norm: float | None = None
     lr_mult: dict[Key, float] = field(default_factory=dict)
     wd_mult: dict[Key, float] | str = field(default_factory=dict)
+    pattern: Pattern = "*"
+    parts: tuple[OptimizerSpec, ...] = ()
+    """Optimizers by pattern: the first that matches a key updates it; empty: this one updates all keys."""
 
     @classmethod
-    def parse(cls, spec: Any) -> OptimizerSpec:
+    def parse(cls, spec: Any, parameters: Mapping[Any, torch.Tensor] | None = None) -> OptimizerSpec:
         """Check and normalise an optimizer.
 
         Arguments have torch's names or MXNet's (learning_rate, wd, epsilon, beta1, beta2, gamma1, gamma2). Every
@@ -73,8 +80,14 @@ class OptimizerSpec:
           to norm c) and ``clip_global_norm`` (scales all gradients down to common norm c, see `KVStore.update`); they
           apply after ``rescale_grad``.
 
+        A dict of patterns gives keys different optimizers. The first pattern that matches a key counts: a pattern as of
+        fnmatch, a tuple of keys, or a function of (name, parameter), which `Trainer` and `Module` call. The arguments
+        in the list above then stand beside the dict. The learning rate is that of the first pattern, and setting it
+        multiplies all by the same factor, as torch's schedulers do.
+
         Args:
-            spec: name (``"sgd"``), class of torch.optim, ``(name or class, dict of arguments)``, or an OptimizerSpec.
+            spec: name, class of torch.optim, ``(name or class, dict of arguments)``, OptimizerSpec, or dict by pattern.
+            parameters: parameters by key, for functions.
 
         Raises:
             TypeError: if ``spec`` has another form, or an argument is not plain data.
@@ -83,10 +96,14 @@ class OptimizerSpec:
         For example:
 
             OptimizerSpec.parse(("adam", {"learning_rate": 1e-3, "beta1": 0.8, "lr_mult": {"bias": 2.0}}))
+            OptimizerSpec.parse({"hidden.*.weight": ("muon", {"lr": 0.02}), "*": ("adamw", {"lr": 1e-3})})
+            OptimizerSpec.parse(({"head.*": ("sgd", {"lr": 1.0}), "*": "sgd"}, {"clip_global_norm": 1.0}))
         """
-        if isinstance(spec, OptimizerSpec):
-            return spec
         kind, given = spec if isinstance(spec, (tuple, list)) and len(spec) == 2 else (spec, {})
+        if isinstance(kind, OptimizerSpec) and not given:
+            return kind
+        if isinstance(kind, Mapping):
+            return cls._by_pattern(kind, dict(given), parameters)
         name, optimizer_class = _find_class(kind)
         if not isinstance(given, dict):
             raise TypeError(f"the arguments of optimizer {name!r} are {given!r}; expected a dict")
@@ -114,6 +131,71 @@ class OptimizerSpec:
         check_learning_rate(arguments["lr"])  # torch accepts NaN and infinity
         return cls(name, optimizer_class, arguments, **ours)
 
+    @classmethod
+    def _by_pattern(
+        cls, given: Mapping[Any, Any], shared: dict[str, Any], parameters: Mapping[Any, torch.Tensor] | None
+    ) -> OptimizerSpec:
+        if wrong := [argument for argument in shared if argument not in _OURS]:
+            raise ValueError(
+                f"{wrong} stand beside patterns of keys; expected them in the arguments of a pattern's optimizer, and "
+                f"beside the patterns some of {sorted(_OURS)}"
+            )
+        _check_factors(shared)
+        parts = []
+        for pattern, one in given.items():
+            part = cls.parse(one)
+            if part != cls(part.name, part.optimizer_class, part.arguments):
+                raise ValueError(
+                    f"the optimizer of pattern {pattern!r} is {one!r}; expected arguments of torch alone, and any of "
+                    f"{sorted(_OURS)} beside the patterns, such as ({{pattern: optimizer}}, {{'clip_global_norm': 1}})"
+                )
+            if callable(pattern):
+                function = pattern
+                pattern = tuple(key for key, weight in (parameters or {}).items() if function(key, weight))
+                if not pattern:
+                    raise ValueError(
+                        f"pattern {function!r} is true for none of the parameters {list(parameters or ())}; a function "
+                        "is for Trainer, Module and LocalSteps, which know the parameters, and a store takes keys"
+                    )
+            parts.append(replace(part, pattern=pattern, **shared))
+        if not parts:
+            raise ValueError("the dict of optimizers by pattern is empty; expected one, such as {'*': 'sgd'}")
+        if not parts[0].rate and any(part.rate for part in parts):
+            raise ValueError("the learning rate of the first pattern is 0, to which the others keep their ratio")
+        name = " + ".join(dict.fromkeys(part.name for part in parts))
+        return replace(parts[0], name=name, pattern="*", parts=tuple(parts))
+
+    def find(self, key: Key) -> OptimizerSpec | None:
+        """Return the optimizer of a key; None if no pattern matches it."""
+        if not self.parts:
+            return self
+        for part in self.parts:
+            if key in part.pattern if isinstance(part.pattern, tuple) else fnmatchcase(str(key), str(part.pattern)):
+                return part
+        return None
+
+    def of(self, key: Key) -> OptimizerSpec:
+        """Return the optimizer of a key; ValueError if no pattern matches it."""
+        part = self.find(key)
+        if part is None:
+            patterns = [one.pattern for one in self.parts]
+            raise ValueError(f"key {key!r} matches none of the optimizer's patterns {patterns}; '*' matches all others")
+        return part
+
+    def names(self, keys: Iterable[Key]) -> dict[str, str]:
+        """Return the optimizers' names by key as JSON; empty without patterns."""
+        found = {key: self.find(key) for key in keys} if self.parts else {}
+        return {json.dumps(key): part.name for key, part in found.items() if part is not None}
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that the optimizer begins with; with patterns, that of the first."""
+        return float(self.arguments["lr"])
+
+    def rate_of(self, part: OptimizerSpec, learning_rate: float) -> float:
+        """Return a part's learning rate; it keeps its ratio to the first part's, which is given."""
+        return learning_rate if part.rate == self.rate else part.rate * (learning_rate / self.rate)
+
     @property
     def is_known_class(self) -> bool:
         """True for the classes of torch.optim that gangline knows; only Nesterov's momentum changes a gradient."""
@@ -129,15 +211,15 @@ class OptimizerSpec:
         """True if gradients are clipped."""
         return any(getattr(self, name) is not None for name in THRESHOLDS)
 
-    @property
-    def needs_whole_keys(self) -> bool:
-        """True if an update needs a key's whole gradient, so that servers must not split the key."""
-        return not self.is_elementwise or self.clip_norm is not None
+    def needs_whole(self, key: Key) -> bool:
+        """Return True if an update needs the key's whole gradient, so that servers must not split the key."""
+        part = self.find(key)
+        return part is not None and (not part.is_elementwise or part.clip_norm is not None)
 
     @property
     def takes_dense(self) -> bool:
-        """True if dense gradients are supported."""
-        return self.optimizer_class is not torch.optim.SparseAdam
+        """True if dense gradients are supported, of all keys."""
+        return all(part.optimizer_class is not torch.optim.SparseAdam for part in self.parts or [self])
 
     @property
     def optional_arguments(self) -> set[str]:
@@ -159,9 +241,17 @@ class OptimizerSpec:
             decay = self.wd_mult.get(key, 1.0)
         return self.lr_mult.get(key, 1.0), decay
 
-    def check_keys(self, known: Iterable[Key]) -> None:
-        """Raise ValueError if lr_mult or wd_mult names a key that is not among ``known``."""
+    def check_keys(self, known: Collection[Key], updated: Iterable[Key]) -> None:
+        """Raise ValueError if a factor or a pattern is for none of the known keys, or an updated key has no pattern."""
         names = list(known)
+        used = {part.pattern for key in known if (part := self.find(key)) is not None}
+        if unused := [part.pattern for part in self.parts if part.pattern not in used]:
+            raise ValueError(
+                f"patterns {unused} of the optimizer match no key, or only keys that an earlier pattern matches; the "
+                f"keys are {names}"
+            )
+        for key in updated:
+            self.of(key)
         for argument, factors in (("lr_mult", self.lr_mult), ("wd_mult", self.wd_mult)):
             unknown = [key for key in factors if key not in names] if isinstance(factors, dict) else []
             if unknown:
@@ -176,7 +266,10 @@ def _find_class(kind: Any) -> tuple[str, type[torch.optim.Optimizer]]:
         name = kind.lower()
         known = _CLASSES.get(name)
     else:
-        raise TypeError(f"optimizer is {kind!r}; expected a name, a torch.optim class, or (one of these, arguments)")
+        raise TypeError(
+            f"optimizer is {kind!r}; expected a name, a torch.optim class, (one of these, arguments), or a dict of "
+            "these by patterns of keys"
+        )
     reason = _REFUSED.get(name.lower())
     if reason:
         raise ValueError(f"optimizer {name!r} cannot be used: {reason}; expected one of {sorted(_CLASSES)}")

@@ -36,7 +36,7 @@ from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.interface import KVStore, check_kept, refused_on_all_ranks
 from gangline.kvstore.optimizer import clipping, state_parts
 from gangline.kvstore.optimizer.group import OptimizerGroup
-from gangline.kvstore.optimizer.keyed import KeyedOptimizer, OptimizerState
+from gangline.kvstore.optimizer.keyed import OptimizerState, checked
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server import environment
 from gangline.kvstore.parameter_server.client.pending import RequestWork, command, request_all
@@ -327,11 +327,10 @@ class DistStore(KVStore):
         if self._scheduler.is_elastic:  # only workers of the start take part
             gathered = [one for one in gathered if one is not None]
         new = agree_on_keys(gathered, self._shards)
-        by_group = self._groups.by_group({layout.key: layout for layout in new})
-        placed: dict[Key, list[ShardPlacement]] = {}
-        for group, of_group in by_group.items():
-            whole = group is not None and group.spec.needs_whole_keys
-            placed |= self._sharding.place([*of_group.values()], whole=whole)
+        groups = {layout.key: self._groups.of(layout.key) for layout in new}
+        whole = {key for key, group in groups.items() if group is not None and group.spec.needs_whole(key)}
+        placed = self._sharding.place([layout for layout in new if layout.key in whole], whole=True)
+        placed |= self._sharding.place([layout for layout in new if layout.key not in whole])
         self._shards.update(placed)
         self._rounds.update(dict.fromkeys(placed, 0))
         self._continuation.pushes.update(dict.fromkeys(placed, 0))
@@ -527,13 +526,13 @@ class DistStore(KVStore):
         packed = optimizer_shards.pack_group(number, keys, spec)
         own = [key for key in self._shards if (key in group.keys if group.keys is not None else self._is_loose(key))]
         for key in own:
-            KeyedOptimizer(spec).check(key, self._shards[key][0].layout.empty(rows=1))
+            checked(spec.of(key), key, self._shards[key][0].layout.empty(rows=1))
         self._catch_up("set_optimizer")
         self._workers.check_same({**{n: repr(v) for n, v in vars(spec).items()}, "keys": repr(keys)}, "set_optimizer")
-        if spec.needs_whole_keys:
-            self._merge_shards(own)
+        if whole := [key for key in own if spec.needs_whole(key)]:
+            self._merge_shards(whole)
         self._workers.run_on_rank(lambda: command(self._servers, "optimizer", packed), "set_optimizer")
-        rate = self._rates[number] = float(spec.arguments["lr"])
+        rate = self._rates[number] = spec.rate
         self._sent_rates.pop(number, None)
         if not self.rank:
             self._sent_rates[number] = rate
@@ -674,8 +673,9 @@ class DistStore(KVStore):
                 self._command_in_steps("save", [[group.number, token, folder, name, seen] for name in names])
                 of_keys = self._shards_of(group)
                 shapes = {json.dumps(key): list(shards[0].layout.shape) for key, shards in of_keys.items()}
-                initial, rate = float(group.spec.arguments["lr"]), self._rates[group.number]
-                state_parts.save_index(path, names, OptimizerState(group.spec.name, initial, rate, shapes, {}, {}))
+                spec, rate = group.spec, self._rates[group.number]
+                state = OptimizerState(spec.name, spec.rate, rate, shapes, {}, {}, spec.names(of_keys))
+                state_parts.save_index(path, names, state)
         except BaseException:
             for name in names:
                 path.with_name(name).unlink(missing_ok=True)
@@ -687,7 +687,7 @@ class DistStore(KVStore):
             if not names:
                 self._send_state(group, state)
                 return
-            state.check(group.spec.name, {key: one[0].layout.shape for key, one in self._shards_of(group).items()})
+            state.check(group.spec, {key: one[0].layout.shape for key, one in self._shards_of(group).items()})
             for is_check in (True, False):  # a damaged file changes nothing
                 given = [group.number, secrets.token_hex(4), str(path.absolute().parent), names, is_check]
                 self._command_in_steps("load_files", [given] * self._servers.count)

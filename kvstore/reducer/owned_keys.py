@@ -29,11 +29,11 @@ class OwnedKeys:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate from the next update on; rank 0's counts."""
-        self.optimizer.learning_rate = learning_rate
+        self.optimizer.set_learning_rate(learning_rate)
 
     def update(self) -> None:
         """Update the owned weights from the means of their gradients. Collective."""
-        self.optimizer.learning_rate = self._store.group.broadcast(self.optimizer.learning_rate, "learning rate")
+        self.set_learning_rate(self._store.group.broadcast(self.learning_rate, "learning rate"))
         self._weights.before_update()
         if self._max_norm is not None:
             self._weights.clip_grad_norm_(self._max_norm)
@@ -48,7 +48,7 @@ class OwnedKeys:
 
     def load_state(self, whole: OptimizerState) -> None:
         """Replace the state by the owned part of ``whole``, equal on all workers; ValueError if it does not match."""
-        whole.check(self.optimizer.spec.name, {name: one.shape for name, one in self._weights.updated().items()})
+        whole.check(self.optimizer.spec, {name: one.shape for name, one in self._weights.updated().items()})
         owned = self._weights.owned()
         shapes = {json.dumps(name): list(one.shape) for name, one in owned.items()}
         self.optimizer.load_state(replace(whole.of_keys(owned.__contains__), shapes=shapes))

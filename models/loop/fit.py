@@ -33,6 +33,7 @@ from gangline.models.loop.epochs import (
 from gangline.models.loop.evaluation import as_list
 from gangline.models.loop.schedules import DrivenScheduler, Schedule, scheduler_of
 from gangline.models.metrics.metric import EvalMetric, create
+from gangline.models.names import parameters_of
 from gangline.models.random_streams import host_states, set_host_states
 from gangline.models.run_state import Position, Stateful
 
@@ -346,7 +347,8 @@ def _base_rate(module: Module) -> float:
     """Return the learning rate that the optimizer was created with."""
     assert module.optimizer_request is not None
     _, optimizer, params = module.optimizer_request
-    return float(OptimizerSpec.parse((optimizer, dict(params))).arguments["lr"])
+    named = parameters_of(module.network)
+    return OptimizerSpec.parse((optimizer, dict(params)), named).rate
 
 
 def _stateful(callbacks: Iterable[Any], scheduler: Schedule | DrivenScheduler | None) -> dict[str, Stateful]:

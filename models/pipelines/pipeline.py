@@ -38,8 +38,8 @@ from gangline.models.sample_dropout import SampleDropout
 
 Groups = Mapping[str, Device] | Sequence[Device] | Literal["auto"]
 """Contexts of a pipeline, by the names of layers or in order."""
-_MEASURED_RUNS = 3
-_BYTES_PER_PARAMETER_BYTE = 4
+MEASURED_RUNS = 3
+BYTES_PER_PARAMETER_BYTE = 4
 """Memory of a layer's weights, gradients and two moments of the optimizer, in times its weights."""
 
 
@@ -406,7 +406,7 @@ def measured_layers(network: nn.Sequential, data: Any, context: Context, kept: i
         for layer in network:
             own = copy.deepcopy(layer).to(device)
             times = []
-            for _ in range(_MEASURED_RUNS + 1):  # the first one allocates
+            for _ in range(MEASURED_RUNS + 1):  # the first one allocates
                 given = map_tensors(lambda one: one.detach().requires_grad_(one.is_floating_point()), received)
                 began = time.perf_counter()
                 output = own(given)
@@ -418,7 +418,7 @@ def measured_layers(network: nn.Sequential, data: Any, context: Context, kept: i
             seconds.append(statistics.median(times[1:]))
             weights = sum(parameter.nbytes for parameter in own.parameters())
             outputs = sum(one.nbytes for one in tensors_of(output))
-            nbytes.append(float(_BYTES_PER_PARAMETER_BYTE * weights + kept * outputs))
+            nbytes.append(float(BYTES_PER_PARAMETER_BYTE * weights + kept * outputs))
             received = output
     return seconds, nbytes
 
@@ -466,10 +466,12 @@ def cut(
         cheapest = following
     best = cheapest.get(layers)
     if best is None:
+        short = sum(nbytes) - sum(math.inf if limit is None else limit for limit in memory)
+        lacks = f"which is {_megabytes([short])} MB too little for all" if short > 0 else "enough for all"
         raise ValueError(
-            f"the layers need {_megabytes(nbytes)} MB, in this order, and the contexts have {_megabytes(memory)}: they "
-            "cannot be divided such that each context has one layer or more and room for its own; use larger or fewer "
-            "contexts, or smaller micro-batches"
+            f"the layers need {_megabytes(nbytes)} MB, in this order, and the contexts have {_megabytes(memory)}, "
+            f"{lacks}: they cannot be divided such that each context has one layer or more and room for its own; use "
+            "larger or fewer contexts, or smaller micro-batches"
         )
     return best[1]
 

@@ -273,7 +273,7 @@ def settings(module: Module, param: BatchEndParam) -> dict[str, str]:
         "contexts": ", ".join(map(str, module.contexts)),
         **_loads(module),
         "store": str(getattr(store, "type", store)),
-        "optimizer": f"{optimizer if isinstance(optimizer, str) else optimizer.__name__}, "
+        "optimizer": f"{getattr(optimizer, '__name__', optimizer)}, "
         + ", ".join(f"{name} {value}" for name, value in arguments.items()),
         "batch size": f"{size or ''}" + (f", {param.batches} batches per update" if param.batches > 1 else ""),
         "samples": f"{plan['samples']:,}" if "samples" in plan else "",

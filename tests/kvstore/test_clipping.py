@@ -15,6 +15,7 @@ from gangline import kvstore
 from gangline.kvstore import KVStore, Trainer
 from gangline.kvstore.buckets import plan
 from gangline.kvstore.optimizer import clipping
+from gangline.kvstore.optimizer.keyed import KeyedOptimizer
 from gangline.kvstore.optimizer.spec import OptimizerSpec
 from gangline.kvstore.parameter_server.protocol import DENSE, Ack, Command, CommandResult, Push
 from gangline.kvstore.parameter_server.server import optimizer_shards
@@ -51,13 +52,13 @@ def test_clipped_gradients_equal_torchs_bit_for_bit(threshold: float, spoilt: fl
         given = [value.zero_() for value in given]
     elif spoilt is not None:
         given[1][2] = spoilt
-    for ours, torchs in (
-        (clipping.clip_values_, clip_grad_value_),
-        (clipping.clip_norm_, clip_grad_norm_),
-        (clipping.clip_each_norm_, lambda those, most: [clip_grad_norm_([one], most) for one in those]),
+    for name, torchs in (
+        ("clip_gradient", clip_grad_value_),
+        ("clip_global_norm", clip_grad_norm_),
+        ("clip_norm", lambda those, most: [clip_grad_norm_([one], most) for one in those]),
     ):
         found, expected = [value.clone() for value in given], parameters(given)
-        ours(found, threshold)
+        KeyedOptimizer(OptimizerSpec.parse(("sgd", {name: threshold})))._clipped(found)
         torchs(expected, threshold)
         for value, parameter in zip(found, expected, strict=True):
             assert torch.equal(value.nan_to_num(nan=7.0), parameter.grad.nan_to_num(nan=7.0))

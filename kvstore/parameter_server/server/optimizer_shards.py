@@ -65,23 +65,25 @@ class Definition:
 
 def pack_group(number: int, keys: Sequence[Key] | None, spec: OptimizerSpec) -> bytes:
     """Serialise the optimizer, of torch.optim, of a group: servers import nothing by a name from the network."""
-    if not spec.is_known_class:
+    parts = spec.parts or (spec,)
+    if unknown := [one.optimizer_class for one in parts if not one.is_known_class]:
         raise ValueError(
-            f"optimizer {spec.optimizer_class.__module__}.{spec.optimizer_class.__qualname__} is not of torch.optim, "
-            "and servers run no others; expected one of torch.optim's, or an 'allreduce' store"
+            f"optimizer {unknown[0].__module__}.{unknown[0].__qualname__} is not of torch.optim, and servers run no "
+            "others; expected one of torch.optim's, or an 'allreduce' store"
         )
-    thresholds = {name: getattr(spec, name) for name in THRESHOLDS}
-    arguments = {**spec.arguments, "rescale_grad": spec.rescale_grad, **thresholds}
+    shared = {name: getattr(spec, name) for name in ("rescale_grad", *THRESHOLDS)}
     factors = [list(one.items()) if isinstance(one, Mapping) else one for one in (spec.lr_mult, spec.wd_mult)]
-    return bytes(msgpack.packb([number, keys, msgpack.packb([spec.name, arguments, *factors])]))
+    packed = msgpack.packb([[(one.pattern, one.name, one.arguments) for one in parts], shared, *factors])
+    return bytes(msgpack.packb([number, keys, packed]))
 
 
 def read_spec(payload: bytes) -> OptimizerSpec:
-    """Read the optimizer in the result of `pack_group`; ValueError or TypeError if it is not a valid one."""
-    name, arguments, lr_mult, wd_mult = msgpack.unpackb(payload)
+    """Read the optimizer in the result of `pack_group`; ValueError or TypeError if it is not a valid optimizer."""
+    parts, shared, lr_mult, wd_mult = msgpack.unpackb(payload)
     ours = {"lr_mult": lr_mult, "wd_mult": wd_mult}
     factors = {argument: value if isinstance(value, str) else dict(value) for argument, value in ours.items() if value}
-    return OptimizerSpec.parse((name, {**arguments, **factors}))
+    optimizers = {tuple(one) if isinstance(one, list) else one: (name, given) for one, name, given in parts}
+    return OptimizerSpec.parse((optimizers, {**shared, **factors}))
 
 
 class ShardOptimizers:
@@ -93,8 +95,7 @@ class ShardOptimizers:
         self.rates: dict[int, float] = {}
         """Async mode: learning rates that workers have set, by rank; the lowest rank outside join() counts."""
         self._spec = spec
-        own = [replace(spec, clip_global_norm=None, lr_mult={}, wd_mult={}) for _ in range(threads)]
-        self._of_threads = [KeyedOptimizer(one) for one in own]
+        self._of_threads = [KeyedOptimizer(replace(spec, clip_global_norm=None)) for _ in range(threads)]
         self._last_rates: dict[int, float] = {}  # learning rate of the last update of each shard that had one
         self._kept: dict[int, tuple[Shard, Tensor | RowSparse, float]] = {}  # shard number -> shard, sum, L2 norm
 
@@ -148,7 +149,7 @@ class ShardOptimizers:
         if learning_rate is not None:
             self._last_rates[shard.number] = learning_rate
         if (rate := self.learning_rate_of(shard)) != optimizer.learning_rate:
-            optimizer.learning_rate = rate
+            optimizer.set_learning_rate(rate)
         weight = shard.weight
         if isinstance(gradient, RowSparse):
             rows = gradient.values.to(weight.dtype).view(len(gradient.indices), *weight.shape[1:])
@@ -175,7 +176,7 @@ class ShardOptimizers:
 
     def learning_rate_of(self, shard: Shard) -> float:
         """Return the learning rate of a shard's last update, before lr_mult."""
-        return self._last_rates.get(shard.number, float(self._spec.arguments["lr"]))
+        return self._last_rates.get(shard.number, self._spec.rate)
 
     def state(self, shards: Sequence[Shard]) -> tuple[bytes, list[Tensor]]:
         """Return the state of the first of these shards, as many as fit a message and at least one: see `StatePart`."""
@@ -189,23 +190,20 @@ class ShardOptimizers:
     def load_state(self, payload: bytes, datas: Sequence[Tensor], shards: Mapping[int, Shard]) -> list[Shard]:
         """Replace the state of some shards, which are returned; ValueError if it does not fit."""
         _, name, part = msgpack.unpackb(payload)
-        OptimizerState(name, 0.0, 0.0, {}, {}, {}).check(self.name, {})
+        if name != self.name:
+            raise ValueError(f"the state is of optimizer {name!r}, but {self.name!r} is set here")
         numbers, plain, tensors = unpack_part(part, datas)
         states: dict[int, dict[str, Any]] = {number: {} for number in numbers}
-        for path, value in [*plain.items(), *tensors.items()]:
-            number, _, entry = path.rpartition("/")
+        for place, value in [*plain.items(), *tensors.items()]:
+            number, _, entry = place.rpartition("/")
             states[int(number)][entry] = value
-        loaded = [shards[one] for one in numbers]
-        for shard in loaded:
-            self._optimizer_of(shard).restore(shard.number, states[shard.number])
-        return loaded
+        for one, state in states.items():
+            self._optimizer_of(shards[one]).restore(one, state)
+        return [shards[one] for one in states]
 
     def _optimizer_of(self, shard: Shard) -> KeyedOptimizer:
         optimizer = self._of_threads[shard.thread]
-        if shard.number not in optimizer.weights:
-            assert isinstance(optimizer.spec.wd_mult, dict)
-            optimizer.spec.lr_mult[shard.number], optimizer.spec.wd_mult[shard.number] = self._spec.factors(shard.key)
-        optimizer.add(shard.number, shard.weight)
+        optimizer.add(shard.number, shard.weight, shard.key)
         return optimizer
 
 
@@ -263,7 +261,7 @@ class Optimizers:
         number, keys, packed = msgpack.unpackb(payload)
         spec = read_spec(packed)
         new = ShardOptimizers(spec, self._threads, int(number))
-        new.rates = {0: float(spec.arguments["lr"])}
+        new.rates = {0: spec.rate}
         others = {key: group for key, group in self._numbers.items() if group != number}
         self._numbers = others | dict.fromkeys(keys or (), new.number)
         self.all[new.number] = new
@@ -296,9 +294,8 @@ def merge_states(
     Elements of a shard without state are 0, as of one whose rows were never pushed.
     """
     placements = {shard.number: shard for of_key in shards.values() for shard in of_key}
-    state = OptimizerState(spec.name, float(spec.arguments["lr"]), learning_rate, {}, {}, {})
-    for key, of_key in shards.items():
-        state.shapes[json.dumps(key)] = list(of_key[0].layout.shape)
+    shapes = {json.dumps(key): list(of_key[0].layout.shape) for key, of_key in shards.items()}
+    state = OptimizerState(spec.name, spec.rate, learning_rate, shapes, {}, {}, spec.names(shards))
     for payload, datas in parts:
         _, plain, tensors = unpack_part(payload, datas)
         for path, value in [*plain.items(), *tensors.items()]:
@@ -322,7 +319,7 @@ def split_state(
 ) -> Iterator[dict[int, tuple[bytes, list[Tensor]]]]:
     """Yield payload and tensors of "load" commands, by server, from a state of a group's whole keys."""
     name = group.spec.name
-    state.check(name, {key: of_key[0].layout.shape for key, of_key in shards.items()})
+    state.check(group.spec, {key: of_key[0].layout.shape for key, of_key in shards.items()})
     of_keys: dict[Key, dict[str, Any]] = {key: {} for key in shards}
     for path, value in [*state.plain.items(), *state.tensors.items()]:
         encoded, _, entry = path.rpartition("/")

@@ -168,6 +168,7 @@ def train(spec: Any, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 SGD = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 ADAM = ("adam", {"learning_rate": 0.01})
+PATTERNS = {"small": ("adafactor", {"lr": 0.01}), "table": ("adagrad", {"lr": 0.1}), "*": SGD}
 CLIPPED = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "clip_global_norm": 1.0})
 
 
@@ -195,6 +196,7 @@ POINTS = [
     [
         pytest.param(ADAM, INSIDE_AN_UPDATE, 8, "auto", id="adam, inside an update", marks=pytest.mark.slow),
         pytest.param(SGD, INSIDE_AN_UPDATE, 8, "auto", id="sgd, inside an update", marks=pytest.mark.slow),
+        pytest.param(PATTERNS, INSIDE_AN_UPDATE, 8, "auto", id="by pattern, inside an update", marks=pytest.mark.slow),
         *(
             pytest.param(spec, TWENTY[:20], 200, "auto", id=f"{spec[0]}, twenty times", marks=pytest.mark.slow)
             for spec in (SGD, ADAM)

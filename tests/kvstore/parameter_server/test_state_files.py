@@ -37,6 +37,7 @@ TABLE = (4001, 33)
 ADAM = ("adam", {"learning_rate": 0.01, "amsgrad": True})
 ADAFACTOR = ("adafactor", {"learning_rate": 0.01})
 """It has state that is not elementwise, and keeps keys whole."""
+PATTERNS = ({"a/*": ADAFACTOR, "[!o]*": ADAM, "*": ("sgd", {"momentum": 0.5})}, {"rescale_grad": 0.5})
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,7 @@ def go_on(kv: KVStore, path: Path, spec: Any, before: dict[str | int, Tensor]) -
     return weights(kv)
 
 
-@pytest.mark.parametrize("spec", [ADAM, ADAFACTOR], ids=["adam", "adafactor"])
+@pytest.mark.parametrize("spec", [ADAM, ADAFACTOR, PATTERNS], ids=["adam", "adafactor", "by pattern"])
 def test_parts_of_two_servers_are_read_by_any_number_of_servers_and_by_a_local_store(tmp_path: Path, spec: Any) -> None:
     path = tmp_path / "new folder" / "states"
     before, after = saved(path, spec)
