@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class ThreadPool:
         """Number of threads."""
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when work has completed or `notify` was called."""
-        names = [f"gangline-shards-{index}" for index in range(self.size)]
-        self._threads = [ThreadPoolExecutor(1, name, _begin) for name in names]  # each begins with its first work
+        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: list[threading.Thread] = []
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = [0] * self.size
         self._scratch = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.size
@@ -54,6 +54,7 @@ class ThreadPool:
         if nbytes <= _INLINE and not self._running[thread]:
             then(_problem_of(work))
             return
+        self._start()
         self._running[thread] += 1
 
         def job() -> None:
@@ -66,7 +67,7 @@ class ThreadPool:
             self._completed.put(callback)
             self.notify()
 
-        self._threads[thread].submit(job)
+        self._queues[thread].put(job)
 
     def run_callbacks(self) -> None:
         """Call the callbacks of completed work and reset the eventfd; never blocks."""
@@ -91,15 +92,26 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the threads."""
+        for one in self._queues:
+            one.put(None)
         for thread in self._threads:
-            thread.shutdown()
+            thread.join()
         event_fd, self.event_fd = self.event_fd, -1
         os.close(event_fd)
 
+    def _start(self) -> None:
+        for index in range(self.size if not self._threads else 0):
+            self._queues.append(queue.SimpleQueue())
+            thread = threading.Thread(target=self._work, args=(index,), name=f"gangline-shards-{index}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-def _begin() -> None:
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)  # per thread
+    def _work(self, index: int) -> None:
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)  # per thread
+        while (job := self._queues[index].get()) is not None:
+            job()
+            del job
 
 
 def _problem_of(work: Callable[[], None]) -> str:
