@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
-from operator import attrgetter
+from itertools import chain, islice, repeat
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +25,6 @@ from gangline.kvstore.arguments import (
     by_key,
     keys_of,
     merged,
-    of_only_device,
     tensors_of,
 )
 from gangline.kvstore.buckets import Bucket, BucketValues
@@ -38,7 +37,8 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, copy_rows, summed
 
 _HOST = torch.device("cpu")
-_stored, _is_small, _is_cpu = attrgetter("stored"), attrgetter("is_small"), attrgetter("is_cpu")
+_stored, _is_small, _is_cpu, _device = map(attrgetter, ("stored", "is_small", "is_cpu", "device"))
+_key = itemgetter(0)
 _Result = TypeVar("_Result")
 
 
@@ -66,6 +66,8 @@ class _Flat:
 
     bucket: Bucket
     stored: torch.Tensor
+    are_small: bool
+    """True if all keys are `copies.is_small`, real and on the host."""
     sum: torch.Tensor | None = None
     _known: list[tuple[torch.Tensor, int, dict[Key, torch.Tensor]]] = field(default_factory=list)
 
@@ -145,8 +147,8 @@ class LocalStore(KVStore):
         group = self._groups.of(sums[0][0])
         assert group is not None
         optimizer = self._optimizers[group]
-        self._add_to(optimizer, [key for key, _ in sums])
-        if group.updates_wait:
+        self._add_to(optimizer, map(_key, sums))
+        if self._groups.updates_wait and group.updates_wait:
             self._pending_sums.update(sums)
         else:
             optimizer.update(sums, self._filter_of(group))
@@ -260,10 +262,13 @@ class LocalStore(KVStore):
                 for key in bucket.keys:
                     optimizer.check(key, self._entries[key].stored)
             device = self._device_of(bucket)
-            flat = _Flat(bucket, given if given is not None and given.device == device else bucket.empty(device))
-            if flat.stored is given and given.is_cuda:  # the user may drop it while a call runs
+            stored = given if given is not None and given.device == device else bucket.empty(device)
+            if stored is given and given.is_cuda:  # the user may drop it while a call runs
                 given.record_stream(torch.cuda.current_stream(device))
-            for key, view in bucket.views(flat.stored).items():
+            views = bucket.views(stored)
+            are_small = stored.is_cpu and bucket.dtype.is_floating_point and all(map(copies.is_small, views.values()))
+            flat = _Flat(bucket, stored, are_small)
+            for key, view in views.items():
                 self._unfuse(key)
                 self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
                 if optimizer is not None:
@@ -286,10 +291,9 @@ class LocalStore(KVStore):
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         flat = self._flats.get(bucket)
-        if flat is not None and not self._queue.unfinished and not _others(outs, flat.stored):  # nothing to copy
+        if flat is not None and not self._queue.counter[0] and not _others(outs, flat.stored):  # nothing to copy
             self._streams.join()
-            (work := Work("pull")).complete()
-            return work
+            return Work.finished("pull")
 
         def pull() -> None:
             flat = self._flats.get(bucket)
@@ -391,18 +395,38 @@ class LocalStore(KVStore):
         if weight == 0:
             keys = []
         flat, optimizer = self._flats.get(bucket), self._optimizer_of(bucket.keys[0])
+        if flat is not None and optimizer is not None and self._compressed is None:
+            sums = self._sums_of_bucket(flat, values, keys, own=optimizer.modifies_gradient)
+            if sums is not None:
+                self._apply(sums)
+                return
         flats = [value for value in values if isinstance(value, torch.Tensor)]
-        gradients: Mapping[Key, torch.Tensor] | None = None  # usable by the optimizer in place
-        if flat is not None and optimizer is not None and not optimizer.modifies_gradient and not self.compresses:
-            gradients = of_only_device(values, keys, flat.stored.device)
-        if gradients:
-            self._apply([*gradients.items()])
-        elif flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
+        if flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
             self._merge(by_key(bucket, values, keys), weight)
         elif optimizer is None and len(keys) == len(bucket.slots):
             reduce(flats, out=flat.stored)
         else:
             self._merge_flat(optimizer, flat, flats, keys)
+
+    def _sums_of_bucket(
+        self, flat: _Flat, values: BucketValues, keys: list[Key], *, own: bool
+    ) -> list[tuple[Key, torch.Tensor]] | None:
+        """Return `_sums` of keys that each device gave as dense tensors where the bucket is stored; None otherwise."""
+        columns: list[tuple[Any, ...]] = [(*map(value.get, keys),) for value in values if isinstance(value, Mapping)]
+        is_dense = {*map(type, chain(*columns))} == {torch.Tensor}
+        if len(columns) < len(values) or not is_dense or {*map(_device, chain(*columns))} != {flat.stored.device}:
+            return None
+        if len(columns) == 1 and not own:
+            return [*zip(keys, columns[0], strict=True)]
+        if flat.sum is None:
+            self._place(by_key(flat.bucket, values, keys))
+            flat.sum = flat.bucket.empty(flat.stored.device)
+        totals = [*map(flat.views(flat.sum).__getitem__, keys)]
+        if flat.are_small:
+            copies.move_jointly(columns, totals, ())
+        else:
+            move([*zip(zip(*columns, strict=True), totals, repeat(()))])
+        return [*zip(keys, totals, strict=True)]
 
     def _merge_flat(
         self, optimizer: KeyedOptimizer | None, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]

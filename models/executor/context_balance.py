@@ -64,6 +64,8 @@ class MemoryLimits:
 
     def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
         """Return the slices of each micro-step: equal parts of each context's slice that fit, padded by empty ones."""
+        if not any(self.max_samples):
+            return [list(slices)]
         cuts = [_cut(part, limit) for part, limit in zip(slices, self.max_samples, strict=True)]
         return [
             [cut[number] if number < len(cut) else slice(0, 0) for cut in cuts] for number in range(max(map(len, cuts)))
