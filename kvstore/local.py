@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, repeat
@@ -346,15 +347,15 @@ class LocalStore(KVStore):
             finally:
                 torch._C._set_grad_enabled(was_enabled)
         keys = [*dict.fromkeys(keys)]
-        section = self._streams.behind_caller(tensors if uses_gpus else ())
+        section = self._streams.behind_caller(tensors) if uses_gpus else None
 
         def run() -> None:
-            with torch.no_grad(), section:
+            with torch.no_grad(), nullcontext() if section is None else section:
                 operation()
 
         if async_op and torch.is_inference_mode_enabled():  # outs that were made in this mode are written in it
             run = torch.inference_mode()(run)
-        work = Work(f"{name} of {_shown(keys)}", section.join)
+        work = Work(f"{name} of {_shown(keys)}", None if section is None else section.join)
         (self._queue.submit if async_op else self._queue.run)(run, work, keys, priority)
         return work
 
@@ -396,7 +397,7 @@ class LocalStore(KVStore):
             keys = []
         flat, optimizer = self._flats.get(bucket), self._optimizer_of(bucket.keys[0])
         if flat is not None and optimizer is not None and self._compressed is None:
-            sums = self._sums_of_bucket(flat, values, keys, own=optimizer.modifies_gradient)
+            sums = self._sums_of_bucket(optimizer, flat, values, keys)
             if sums is not None:
                 self._apply(sums)
                 return
@@ -409,14 +410,14 @@ class LocalStore(KVStore):
             self._merge_flat(optimizer, flat, flats, keys)
 
     def _sums_of_bucket(
-        self, flat: _Flat, values: BucketValues, keys: list[Key], *, own: bool
+        self, optimizer: KeyedOptimizer, flat: _Flat, values: BucketValues, keys: list[Key]
     ) -> list[tuple[Key, torch.Tensor]] | None:
         """Return `_sums` of keys that each device gave as dense tensors where the bucket is stored; None otherwise."""
         columns: list[tuple[Any, ...]] = [(*map(value.get, keys),) for value in values if isinstance(value, Mapping)]
         is_dense = {*map(type, chain(*columns))} == {torch.Tensor}
         if len(columns) < len(values) or not is_dense or {*map(_device, chain(*columns))} != {flat.stored.device}:
             return None
-        if len(columns) == 1 and not own:
+        if len(columns) == 1 and not optimizer.modifies_gradient:
             return [*zip(keys, columns[0], strict=True)]
         if flat.sum is None:
             self._place(by_key(flat.bucket, values, keys))

@@ -117,14 +117,16 @@ class TrainingStep:
     def forward(self, data: Any, label: Any, *, train: bool) -> None:
         """Run a batch forward; see `Module.forward`."""
         data, label = self._checked(data, label)
+        replicas = self._executor.replicas
         if train:
             self._begin_batch(data)
         else:
-            self._begin_forward(train=False)
+            self.optimizer.begin_forward(train=False)
+            replicas.copy_written(weights=not self.optimizer.is_set)
         try:
             self._forward_pass(data, label, train)
         finally:
-            self._executor.replicas.note()
+            replicas.note()
         self._run_state.step += train
 
     def _forward_pass(self, data: Batch | None, label: Batch | None, train: bool) -> None:
@@ -158,14 +160,10 @@ class TrainingStep:
         self._executor.bind(data)
         return data, label
 
-    def _begin_forward(self, *, train: bool) -> None:
-        """Copy into all replicas what user code wrote into the network since the last pass."""
-        self.optimizer.begin_forward(train=train)
-        self._executor.replicas.copy_written(weights=not self.optimizer.is_set)
-
     def _begin_batch(self, data: Batch | None) -> None:
-        self._begin_forward(train=True)
         replicas = self._executor.replicas
+        self.optimizer.begin_forward(train=True)
+        replicas.copy_written(weights=not self.optimizer.is_set)
         replicas.copy_frozen_and_hooks()
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample

@@ -179,7 +179,7 @@ class Reducer:
             rerun: the backward computes gradients of the same batch again after an earlier one has failed. Buckets
                 that were pushed then held the gradients of all replicas: they count, and are not pushed again.
         """
-        if push_early:
+        if push_early and self._must_continue:
             self._check_continued()
         self._active = list(active)
         self._weight = weight
@@ -371,7 +371,8 @@ class Reducer:
                 ignored; if all workers have weight 0, nothing is updated.
         """
         with recorder.current.span("exchange") if recorder.current is not None else nullcontext():
-            self._check_continued()
+            if self._must_continue:
+                self._check_continued()
             self._active = []
             self._weight = weight
             try:
@@ -389,8 +390,7 @@ class Reducer:
 
     def _check_continued(self) -> None:
         """Fail the job if this worker was restarted, and its loop begins anew."""
-        if self._must_continue:
-            self._store.check_not_restarted(f"training by {self._continues_by}")
+        self._store.check_not_restarted(f"training by {self._continues_by}")
 
     def _push_all(self) -> None:
         """Push what was not pushed yet, and update."""

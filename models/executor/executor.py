@@ -185,18 +185,16 @@ class Executor:
         in_turn = train and self._is_random is not False
 
         def call(index: int) -> Share:
-            replica = self._replicas[index]
+            part = slices[self._replicas[index].context_index]
+            share = self._forward(index, data, label, part, first_sample, train, inputs_need_grad, seed)
+            if divisor is not None and share.loss is not None and share.has_graph:
+                torch.autograd.backward(share.loss / divisor)
+            return share
 
-            def forward() -> Share:
-                part = slices[replica.context_index]
-                share = self._forward(replica, data, label, part, first_sample, train, inputs_need_grad, seed)
-                if divisor is not None and share.loss is not None and share.has_graph:
-                    torch.autograd.backward(share.loss / divisor)
-                return share
+        def monitored(index: int) -> Share:
+            return self._monitored(partial(call, index), (index,), barrier, timed=train)
 
-            return self._monitored(forward, (index,), barrier, timed=train)
-
-        calls = [(index, partial(call, index)) for index in active]
+        calls = [(index, partial(monitored, index)) for index in active]
         self.out_of_memory.clear()
         joint = self._joint("forward", active) if train else contextlib.nullcontext()
         if train:
@@ -242,7 +240,7 @@ class Executor:
 
     def _forward(
         self,
-        replica: Replica,
+        index: int,
         data: Batch,
         label: Batch | None,
         part: slice,
@@ -251,7 +249,8 @@ class Executor:
         inputs_need_grad: bool,
         seed: tuple[int, ...],
     ) -> Share:
-        device, samples = replica.context.torch_device, part.stop - part.start
+        replica = self._replicas[index]
+        device, samples = self._devices[index], part.stop - part.start
         host_label = None if label is None else take(label, part)
         inputs, moved_label = move(take(data, part), device), None if label is None else move(host_label, device)
         if inputs_need_grad:
