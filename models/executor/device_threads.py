@@ -41,13 +41,8 @@ class DeviceThreads:
                 self._threads.append(thread)
             torch.set_num_threads(callers)
 
-    def run(
-        self, calls: Sequence[tuple[int, Callable[[], Result]]], *, one_after_another: bool = False
-    ) -> list[Result]:
-        """Run each (context index, function); return the results in order when all have finished.
-
-        With ``one_after_another`` a call starts when the previous call has finished; each still runs in its own thread.
-        """
+    def run(self, calls: Sequence[tuple[int, Callable[[], Result]]]) -> list[Result]:
+        """Run each (context index, function); return the results in order when all have finished."""
         cached = torch.is_autocast_cache_enabled()
         autocast = [
             partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=cached)
@@ -62,8 +57,6 @@ class DeviceThreads:
         try:
             for index, function in calls:
                 futures.append(self._threads[index].submit(self._run_with_note, index, function, autocast, streams))
-                if one_after_another and futures[-1].exception() is not None:
-                    break
             errors += [error for future in futures if (error := future.exception()) is not None]
             if errors:
                 raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])

@@ -118,12 +118,12 @@ class Executor:
         self._networks = [replica.network for replica in replicas.all]
         self._generators = [*map(generator_of, {*self._devices})]
         self._shares_generator = len(self._generators) < len(contexts)
-        self._has_replica_dropout = not self.dropout_by_sample and sum(one.device_type == "cpu" for one in contexts) > 1
+        self._has_replica_dropout = self._shares_generator and not self.dropout_by_sample
+        self._draws_dropout = False  # by generators of the replicas
         if self.sync_batchnorm and len(contexts) > 1:
             self._batchnorm = JointBatchNorm(self._networks)
-        # Whether it draws from a device's generator; None before the first run. Replicas that wait for each other
-        # cannot run in turn, so it must not, if they share one.
-        self._is_random: bool | None = False if self._batchnorm is not None and self._shares_generator else None
+        # Whether it draws from a device's generator, which replicas must not share; None before the first run.
+        self._is_random: bool | None = False if self._shares_generator else None
         # Timing also needs threads: a single backward call over all replicas has a single end.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or self._measure)
         self._created, self._replicas = replicas, replicas.all
@@ -182,7 +182,6 @@ class Executor:
         on the number of the batch's first sample within the global batch.
         """
         active = self.active_replicas(slices)
-        in_turn = train and self._is_random is not False
 
         def call(index: int) -> Share:
             part = slices[self._replicas[index].context_index]
@@ -201,13 +200,17 @@ class Executor:
             self._start_training()
         with contextlib.nullcontext() if train else evaluating(self._networks), joint as barrier:
             before = [*map(_random_state, self._generators)] if train and self._is_random is False else ()
-            shares = self._threads.run(calls, one_after_another=in_turn and barrier is None)
+            shares = self._threads.run(calls)
             if not all(map(torch.equal, before, map(_random_state, self._generators))):
-                self._found_random(True)
+                if self._has_replica_dropout or self.dropout_by_sample or not self._shares_generator:
+                    self._found_random(True)
+                self._has_replica_dropout = self._shares_generator
                 _log.warning(
                     "the network began to draw random numbers; from the next batch on each context has a stream of its "
                     "own"
                 )
+            elif train:
+                self._has_replica_dropout = self._draws_dropout
         if divisor is not None:
             _check_loss_has_graph(shares)
         return shares
@@ -263,8 +266,8 @@ class Executor:
             stack.enter_context(torch.set_grad_enabled(train))
             if seeded:
                 drew = stack.enter_context(stream(device, *own_seed))
-            if train and self._has_replica_dropout and device.type == "cpu":
-                dropout = stack.enter_context(ReplicaDropout(mixed_seed(*own_seed)))
+            if train and self._has_replica_dropout:
+                dropout = stack.enter_context(ReplicaDropout(mixed_seed(*own_seed), device))
             if train and self.dropout_by_sample:
                 is_joint = self._workers.in_step or self._workers.is_elastic  # a batch is that of all workers
                 rank = 0 if is_joint else self._workers.rank
@@ -284,8 +287,8 @@ class Executor:
                 except Exception as error:
                     explain_loss(error, self._loss.loss, output, moved_label, host_label)
                     raise
-        if dropout is not None and not dropout.has_drawn and self._is_random is False:
-            self._has_replica_dropout = False
+        if dropout is not None:
+            self._draws_dropout |= dropout.has_drawn
         if seeded:
             self._found_random(drew[0])
         if train:
@@ -300,17 +303,11 @@ class Executor:
                 "and recurrent layers have a dropout of their own), which random='sample' cannot give to each sample; "
                 "use random='context'"
             )
-        if drew and self._batchnorm is not None and self._shares_generator:
+        if drew and self._shares_generator:
             raise RuntimeError(
-                "the network draws random numbers other than by dropout on the CPU, from a generator that its contexts "
-                "share, which sync_batchnorm=True does not support; start a process for each context (gangline launch, "
-                "context='parallel'), or leave sync_batchnorm out"
-            )
-        if drew and not self._is_random and sum(one.context.device_type == "cpu" for one in self._replicas) > 1:
-            _log.warning(
-                "the network draws random numbers other than by dropout, from a generator that contexts on the CPU "
-                "share: they run one after another, as slow as one. Start a process for each (gangline launch, "
-                "context='parallel'), or draw by torch.nn.functional.dropout, neither checkpointed nor compiled"
+                "the network draws random numbers other than by dropout, from a generator that its contexts share; "
+                "start a process for each context (gangline launch, context='parallel'), or draw by "
+                "torch.nn.functional.dropout, neither checkpointed nor compiled"
             )
         self._is_random = bool(self._is_random) or drew
 
@@ -340,7 +337,6 @@ class Executor:
 
     def _run_backward(self, roots: Sequence[Root]) -> None:
         active = [self._replicas.index(share.replica) for share, _, _ in roots]
-        in_turn = bool(self._is_random)  # recomputed layers draw again, from a shared generator
 
         def run(indices: list[int], tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
             backward = partial(torch.autograd.backward, tensors, grads) if tensors else lambda: None
@@ -349,7 +345,7 @@ class Executor:
         with self._joint("backward", active) as barrier:
             if self._threads.uses_threads:
                 calls = [(index, partial(run, [index], *root[1:])) for index, root in zip(active, roots, strict=True)]
-                self._threads.run(calls, one_after_another=in_turn and barrier is None)
+                self._threads.run(calls)
             else:  # one call over all replicas: distinct GPUs run in parallel without Python in between
                 run(active, [t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
 
@@ -388,11 +384,6 @@ class Executor:
             if is_out_of_memory(error):
                 self.out_of_memory += [self._replicas[index].context_index for index in indices]
             raise
-
-    @property
-    def runs_in_turn(self) -> bool:
-        """True if replicas on the host run one after another, because they share its random generator."""
-        return bool(self._is_random) and any(replica.context.device_type == "cpu" for replica in self._replicas)
 
     def start_timers(self) -> None:
         """Start timing replicas; GPUs that share one backward call are timed until all of them have finished."""
