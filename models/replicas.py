@@ -81,7 +81,7 @@ class Replicas:
         self._saved_buffers: list[torch.Tensor] = []
         self._noted: list[tuple[int, int]] = []
         self._frozen: list[nn.Parameter] | None = None  # when the optimizer was set; None: not listed yet
-        self._hooks: list[tuple[int, ...]] = []  # ids of the hooks of all parameters, when they were equal
+        self._settings: list[tuple[int, ...]] = []  # of the parameters of all replicas, when they were equal
         self.noted_gradients: list[dict[str, tuple[torch.Tensor, int]]] = []
         """Gradients of each replica with their versions, as of `note_gradients`."""
         self.divided: ShardedWeights | None = None
@@ -122,17 +122,15 @@ class Replicas:
 
         Each replica's hooks get its own gradients.
         """
-        if len(self.all) == 1:
+        first, *others = [replica.all_parameters for replica in self.all]
+        if not others:
             return
-        parameters = [replica.all_parameters for replica in self.all]
-        hooks = _hooks_of(chain(*parameters))
-        first, *others = parameters
-        requires_grad = [*map(_requires_grad, first)]
+        states = _settings_of(chain(first, *others))
+        if states == self._settings:
+            return
         for copies in others:
-            if [*map(_requires_grad, copies)] != requires_grad:
-                for target, required in zip(copies, requires_grad, strict=True):
-                    target.requires_grad_(required)
-            for parameter, target in zip(first, copies, strict=True) if hooks != self._hooks else ():
+            for parameter, target in zip(first, copies, strict=True):
+                target.requires_grad_(parameter.requires_grad)
                 if target._backward_hooks is not parameter._backward_hooks:
                     target._backward_hooks = parameter._backward_hooks
                 of_user = _users_hooks(parameter)
@@ -140,8 +138,7 @@ class Replicas:
                     own = target._post_accumulate_grad_hooks or {}
                     reducers = {number: hook for number, hook in own.items() if _is_reducers(hook)}
                     target._post_accumulate_grad_hooks = OrderedDict(of_user | reducers)
-        if hooks != self._hooks:
-            self._hooks = _hooks_of(chain(*parameters))
+        self._settings = _settings_of(chain(first, *others))
 
     def note_gradients(self, *, by_all: bool) -> None:
         """Record the gradients after a backward, for `take_written_gradients`; one replica's only with ``by_all``."""
@@ -391,9 +388,11 @@ def _is_reducers(hook: Any) -> bool:
     return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Reducer)
 
 
-def _hooks_of(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
-    """Return the ids of each parameter's hooks, which registering and removing them change."""
-    return [(id(one._backward_hooks), *(one._post_accumulate_grad_hooks or ())) for one in parameters]
+def _settings_of(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
+    """Return whether each parameter is trained, and the ids of its hooks."""
+    return [
+        (one.requires_grad, id(one._backward_hooks), *(one._post_accumulate_grad_hooks or ())) for one in parameters
+    ]
 
 
 def _write_states(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -33,11 +33,9 @@ from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding
 from gangline.models.replicas import all_finite
 from gangline.models.run_state import RunState
 
-_SMALL_OUTPUTS = 1 << 18
-"""Maximum elements of outputs to concatenate for metrics: counting one more share takes 0.2 ms, concatenating 2 us."""
+_SMALL_OUTPUTS = 1 << 18  # elements to concatenate: counting one more share takes 0.2 ms, concatenating it 2 us
 _context_index = attrgetter("replica.context_index")
-_SKIPPED_STEPS = 20
-"""Number of consecutive skipped steps after which a warning is logged."""
+_SKIPPED_STEPS = 20  # in a row, after which a warning is logged
 _MIXED = (
     "backward(out_grads) and backward() were both called for one update under grad_req='add', but only gradients of "
     "the loss can be weighted; call update() between them"
@@ -141,7 +139,7 @@ class TrainingStep:
 
                 self._shares = self._run_until_it_fits(self._load_balancer.limits, slices, run)
             else:
-                with self._refusing_on_error():
+                with self._ending_on_error():
                     self._shares = self._run_forward(data, label, slices, train)
         elif train:
             self._executor.forward_without_samples()
@@ -237,7 +235,7 @@ class TrainingStep:
         self._begin_backward(self._shares)
         scale = self._scale
         self._input_factor = 1 / scale
-        with self._discarding_gradients_on_error(), self._refusing_on_error():
+        with self._ending_on_error(discards=True):
             self._executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
             self._timed(self.optimizer.end_backward, has_graph=bool(self._shares))
 
@@ -245,8 +243,7 @@ class TrainingStep:
         if self._shares:
             self._check_loss(self._shares)
         self._divisor = divisor = self._divisor_and_weight()
-        with self._discarding_gradients_on_error():
-            self._backward_of(self._shares, divisor, push_early=push_early)
+        self._backward_of(self._shares, divisor, push_early=push_early, discards=True)
         self._set_input_factor(divisor)
 
     def _record_times(self) -> None:
@@ -303,10 +300,10 @@ class TrainingStep:
             self._weight = None
 
     def _backward_of(
-        self, shares: Sequence[Share], divisor: float, *, push_early: bool = False, rerun: bool = False
+        self, shares: Sequence[Share], divisor: float, *, discards: bool, push_early: bool = False, rerun: bool = False
     ) -> None:
         self._begin_backward(shares, push_early=push_early, rerun=rerun)
-        with self._refusing_on_error():
+        with self._ending_on_error(discards=discards):
             self._executor.backward(shares, divisor / self._scale)
             self._timed(self.optimizer.end_backward, has_graph=any(share.has_graph for share in shares))
 
@@ -315,12 +312,14 @@ class TrainingStep:
         self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
 
     @contextmanager
-    def _refusing_on_error(self) -> Iterator[None]:
-        """After an error, let workers that need this worker in forward or backward raise it."""
+    def _ending_on_error(self, *, discards: bool = False) -> Iterator[None]:
+        """After an error, let workers that need this worker raise it; mark incomplete gradients as used."""
         try:
             yield
-        except Exception as error:
-            self.optimizer.refuse(error)
+        except BaseException as error:
+            self._gradients_used |= discards
+            if isinstance(error, Exception):
+                self.optimizer.refuse(error)
             raise
 
     @property
@@ -329,15 +328,6 @@ class TrainingStep:
 
     def _set_input_factor(self, divisor: float) -> None:
         self._input_factor = divisor / (self.normalizer or float("nan")) / self._scale
-
-    @contextmanager
-    def _discarding_gradients_on_error(self) -> Iterator[None]:
-        """After an error in backward, mark the gradients, which are incomplete, as used."""
-        try:
-            yield
-        except BaseException:
-            self._gradients_used = True
-            raise
 
     # -- update -------------------------------------------------------------------------------------------------
 
@@ -471,11 +461,8 @@ class TrainingStep:
             undo()
 
         slices = self._slices(num_samples(data, "data"))
-        try:
+        with self._ending_on_error(discards=True):
             self._shares = self._run_until_it_fits(balancer.limits, slices, run, restore)
-        except BaseException:
-            self._gradients_used = True
-            raise
         replicas.add_gradients(kept)
 
     def _run_until_it_fits(
@@ -514,7 +501,7 @@ class TrainingStep:
         for number, slices in enumerate(micro_steps):
             shares = self._run_forward(data, label, slices, True, number)
             self._check_loss(shares)
-            self._backward_of(shares, divisor, rerun=rerun)
+            self._backward_of(shares, divisor, discards=False, rerun=rerun)
             for share in shares:
                 share.output = map_tensors(torch.Tensor.detach, share.output)
                 share.loss = share.loss.detach() if share.loss is not None else None

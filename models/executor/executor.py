@@ -237,9 +237,7 @@ class Executor:
 
     def _joint(self, name: Direction, active: Sequence[int]) -> contextlib.AbstractContextManager[ThreadBarrier | None]:
         """Run a pass in the block, with a barrier if batch statistics are synchronized."""
-        if self._batchnorm is None:
-            return contextlib.nullcontext()
-        return self._batchnorm.running(name, active)
+        return contextlib.nullcontext() if self._batchnorm is None else self._batchnorm.running(name, active)
 
     def _forward(
         self,
