@@ -31,14 +31,11 @@ _data_ptr = methodcaller("data_ptr")
 class Replica:
     """A copy of the network on one context."""
 
-    context_index: int
-    """Index of the context in the module's list."""
+    context_index: int  # index of the context in the module's list
     context: Context
     network: nn.Module
-    parameters: dict[str, nn.Parameter]
-    """The trained parameters, by plain name."""
-    samples_seen: int = 0
-    """Training samples since running statistics were last averaged."""
+    parameters: dict[str, nn.Parameter]  # the trained parameters, by plain name
+    samples_seen: int = 0  # training samples since running statistics were last averaged
 
     @cached_property
     def all_parameters(self) -> list[nn.Parameter]:

@@ -27,6 +27,7 @@ from gangline.models.data.batches import (
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.executor.context_balance import ContextBalance, MemoryLimits
 from gangline.models.executor.executor import Executor, Share, is_out_of_memory
+from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding
@@ -36,10 +37,6 @@ from gangline.models.run_state import RunState
 _SMALL_OUTPUTS = 1 << 18  # elements to concatenate: counting one more share takes 0.2 ms, concatenating it 2 us
 _context_index = attrgetter("replica.context_index")
 _SKIPPED_STEPS = 20  # in a row, after which a warning is logged
-_MIXED = (
-    "backward(out_grads) and backward() were both called for one update under grad_req='add', but only gradients of "
-    "the loss can be weighted; call update() between them"
-)
 
 
 class TrainingStep:
@@ -587,37 +584,3 @@ class TrainingStep:
     def close(self) -> None:
         """Free the last batch."""
         self._shares = []
-
-
-class GradientAccumulation:
-    """Sums the normalizers of the losses of one update, over devices and micro-steps.
-
-    Each micro-step's gradient is that of its summed loss over a divisor common to all micro-steps; at the end `factor`
-    turns their sum into the gradient of the mean over all elements. (A mean of the micro-steps' means would give the
-    elements of a small micro-step too much weight.)
-    """
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        """Sum of the normalizers so far."""
-        self._divisor = 0.0
-        self._has_output_gradients = False
-
-    def add_output_gradients(self) -> None:
-        """Record a micro-step from gradients of the outputs, which are added unscaled."""
-        if self._divisor:
-            raise RuntimeError(_MIXED)
-        self._has_output_gradients = True
-
-    def add(self, normalizer: float) -> float:
-        """Count a micro-step; return the divisor of its summed loss, the normalizer of the first one of the update."""
-        if self._has_output_gradients:
-            raise RuntimeError(_MIXED)
-        self._divisor = self._divisor or normalizer or 1.0
-        self.total += normalizer
-        return self._divisor
-
-    @property
-    def factor(self) -> float:
-        """Factor of the summed gradients; 1 if nothing was counted, because gradients are 0."""
-        return self._divisor / self.total if self.total and self._divisor else 1.0

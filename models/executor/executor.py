@@ -42,13 +42,10 @@ class Share:
     replica: Replica
     samples: int
     inputs: Batch
-    label: Batch | None
-    """Labels of the share, on the context's device."""
+    label: Batch | None  # labels of the share, on the context's device
     output: Batch
-    loss: torch.Tensor | None
-    """Loss summed over the share; None without a label."""
-    count: float
-    """The share's part of the batch's normalizer."""
+    loss: torch.Tensor | None  # loss summed over the share; None without a label
+    count: float  # the share's part of the batch's normalizer
 
     @property
     def has_graph(self) -> bool:
