@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
-from operator import attrgetter
+from itertools import chain, islice, repeat
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +26,6 @@ from gangline.kvstore.arguments import (
     by_key,
     keys_of,
     merged,
-    of_only_device,
     tensors_of,
 )
 from gangline.kvstore.buckets import Bucket, BucketValues
@@ -38,7 +38,8 @@ from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.sparse import RowSparse, copy_rows, summed
 
 _HOST = torch.device("cpu")
-_stored, _is_small, _is_cpu = attrgetter("stored"), attrgetter("is_small"), attrgetter("is_cpu")
+_stored, _is_small, _is_cpu, _device = map(attrgetter, ("stored", "is_small", "is_cpu", "device"))
+_key = itemgetter(0)
 _Result = TypeVar("_Result")
 
 
@@ -66,6 +67,8 @@ class _Flat:
 
     bucket: Bucket
     stored: torch.Tensor
+    are_small: bool
+    """True if all keys are `copies.is_small`, real and on the host."""
     sum: torch.Tensor | None = None
     _known: list[tuple[torch.Tensor, int, dict[Key, torch.Tensor]]] = field(default_factory=list)
 
@@ -145,8 +148,8 @@ class LocalStore(KVStore):
         group = self._groups.of(sums[0][0])
         assert group is not None
         optimizer = self._optimizers[group]
-        self._add_to(optimizer, [key for key, _ in sums])
-        if group.updates_wait:
+        self._add_to(optimizer, map(_key, sums))
+        if self._groups.updates_wait and group.updates_wait:
             self._pending_sums.update(sums)
         else:
             optimizer.update(sums, self._filter_of(group))
@@ -260,10 +263,13 @@ class LocalStore(KVStore):
                 for key in bucket.keys:
                     checked(optimizer.spec.of(key), key, self._entries[key].stored)
             device = self._device_of(bucket)
-            flat = _Flat(bucket, given if given is not None and given.device == device else bucket.empty(device))
-            if flat.stored is given and given.is_cuda:  # the user may drop it while a call runs
+            stored = given if given is not None and given.device == device else bucket.empty(device)
+            if stored is given and given.is_cuda:  # the user may drop it while a call runs
                 given.record_stream(torch.cuda.current_stream(device))
-            for key, view in bucket.views(flat.stored).items():
+            views = bucket.views(stored)
+            are_small = stored.is_cpu and bucket.dtype.is_floating_point and all(map(copies.is_small, views.values()))
+            flat = _Flat(bucket, stored, are_small)
+            for key, view in views.items():
                 self._unfuse(key)
                 self._entries[key] = _Entry(view.copy_(self._entries[key].stored))
                 if optimizer is not None:
@@ -286,10 +292,9 @@ class LocalStore(KVStore):
 
     def _pull_bucket(self, bucket: Bucket, outs: Sequence[torch.Tensor], priority: int, async_op: bool) -> Work:
         flat = self._flats.get(bucket)
-        if flat is not None and not self._queue.unfinished and not _others(outs, flat.stored):  # nothing to copy
+        if flat is not None and not self._queue.counter[0] and not _others(outs, flat.stored):  # nothing to copy
             self._streams.join()
-            (work := Work("pull")).complete()
-            return work
+            return Work.finished("pull")
 
         def pull() -> None:
             flat = self._flats.get(bucket)
@@ -342,15 +347,15 @@ class LocalStore(KVStore):
             finally:
                 torch._C._set_grad_enabled(was_enabled)
         keys = [*dict.fromkeys(keys)]
-        section = self._streams.behind_caller(tensors if uses_gpus else ())
+        section = self._streams.behind_caller(tensors) if uses_gpus else None
 
         def run() -> None:
-            with torch.no_grad(), section:
+            with torch.no_grad(), nullcontext() if section is None else section:
                 operation()
 
         if async_op and torch.is_inference_mode_enabled():  # outs that were made in this mode are written in it
             run = torch.inference_mode()(run)
-        work = Work(f"{name} of {_shown(keys)}", section.join)
+        work = Work(f"{name} of {_shown(keys)}", None if section is None else section.join)
         (self._queue.submit if async_op else self._queue.run)(run, work, keys, priority)
         return work
 
@@ -391,18 +396,38 @@ class LocalStore(KVStore):
         if weight == 0:
             keys = []
         flat, optimizer = self._flats.get(bucket), self._optimizer_of(bucket.keys[0])
+        if flat is not None and optimizer is not None and self._compressed is None:
+            sums = self._sums_of_bucket(optimizer, flat, values, keys)
+            if sums is not None:
+                self._apply(sums)
+                return
         flats = [value for value in values if isinstance(value, torch.Tensor)]
-        gradients: Mapping[Key, torch.Tensor] | None = None  # usable by the optimizer in place
-        if flat is not None and optimizer is not None and not optimizer.modifies_gradient and not self.compresses:
-            gradients = of_only_device(values, keys, flat.stored.device)
-        if gradients:
-            self._apply([*gradients.items()])
-        elif flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
+        if flat is None or len(flats) < len(values) or self._updater is not None or self._compressed is not None:
             self._merge(by_key(bucket, values, keys), weight)
         elif optimizer is None and len(keys) == len(bucket.slots):
             reduce(flats, out=flat.stored)
         else:
             self._merge_flat(optimizer, flat, flats, keys)
+
+    def _sums_of_bucket(
+        self, optimizer: KeyedOptimizer, flat: _Flat, values: BucketValues, keys: list[Key]
+    ) -> list[tuple[Key, torch.Tensor]] | None:
+        """Return `_sums` of keys that each device gave as dense tensors where the bucket is stored; None otherwise."""
+        columns: list[tuple[Any, ...]] = [(*map(value.get, keys),) for value in values if isinstance(value, Mapping)]
+        is_dense = {*map(type, chain(*columns))} == {torch.Tensor}
+        if len(columns) < len(values) or not is_dense or {*map(_device, chain(*columns))} != {flat.stored.device}:
+            return None
+        if len(columns) == 1 and not optimizer.modifies_gradient:
+            return [*zip(keys, columns[0], strict=True)]
+        if flat.sum is None:
+            self._place(by_key(flat.bucket, values, keys))
+            flat.sum = flat.bucket.empty(flat.stored.device)
+        totals = [*map(flat.views(flat.sum).__getitem__, keys)]
+        if flat.are_small:
+            copies.move_jointly(columns, totals, ())
+        else:
+            move([*zip(zip(*columns, strict=True), totals, repeat(()))])
+        return [*zip(keys, totals, strict=True)]
 
     def _merge_flat(
         self, optimizer: KeyedOptimizer | None, flat: _Flat, values: Sequence[torch.Tensor], keys: Sequence[Key]

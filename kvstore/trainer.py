@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from gangline.kvstore.registry import create
 from gangline.kvstore.sparse import RowSparse, of_gradient, summed
 
 _log = logging.getLogger("gangline")
+_grad = attrgetter("grad")
 _REDUCTIONS = ("mean", "sum")
 _ON_STORE = (
     "the store updates the weights at each push, so gradients cannot be changed in between; expected clip_global_norm, "
@@ -262,12 +264,14 @@ class Trainer(NetworkState):
             GanglineError: if a worker is dead, late or makes a different call.
         """
         check_not_negative("weight", batch_size)
-        self._check_backward()
-        check_frozen(self._parameters, self._trained, "Trainer")
+        if self._failed_backward is not None:
+            self._check_backward()
+        if len(self._trained) < len(self._parameters):
+            check_frozen(self._parameters, self._trained, "Trainer")
         self._written_gradients.check(_ON_STORE)
         if ignore_stale_grad:
             self._drop_stale_gradients()
-        if batch_size and not self._warned:
+        if batch_size and not self._warned and {*map(type, map(_grad, self._parameters.values()))} == {type(None)}:
             self._warn_without_gradients(batch_size)
         if self._is_accumulating:
             self._accumulate(batch_size)
@@ -339,8 +343,7 @@ class Trainer(NetworkState):
 
     def _warn_without_gradients(self, batch_size: float) -> None:
         """Log a warning, once, if no backward has computed a gradient for this step."""
-        is_empty = self._sharded is None and not self._accumulated_samples and self._early_samples is None
-        if is_empty and all(parameter.grad is None for parameter in self._parameters.values()):
+        if self._sharded is None and not self._accumulated_samples and self._early_samples is None:
             self._warned = True
             _log.warning(
                 "step(%g) found no gradient, so it changes nothing: call backward() between zero_grad() and step(), or "
@@ -494,8 +497,8 @@ class Trainer(NetworkState):
         if self._has_failed:
             self.kvstore.drop_updates(group=self._reducer.group if isinstance(self._reducer, Reducer) else None)
             self._has_failed = False
-        if self._written is not None:
-            frozen = [key for key in self._written.assign() if key not in self._trained]
+        if self._written is not None and (written := self._written.assign()):
+            frozen = [key for key in written if key not in self._trained]
             self.kvstore.pull(frozen, [self._parameters[key].data for key in frozen])
 
     def _note_weights(self) -> None:

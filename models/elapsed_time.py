@@ -36,7 +36,7 @@ class ElapsedTime:
 
     def is_complete(self) -> bool:
         """Return True if the GPU has passed all events."""
-        return all(bool(end.query()) for _, end, _ in self.events)  # type: ignore[no-untyped-call]
+        return not self.events or all(bool(end.query()) for _, end, _ in self.events)  # type: ignore[no-untyped-call]
 
     def seconds(self) -> float | None:
         """Wait for the GPU and return the sum; None if nothing was measured."""
@@ -59,6 +59,6 @@ class Measurements:
 
     def take(self, *, wait: bool = False) -> Iterator[tuple[list[float], list[float]]]:
         """Return costs and seconds of the batches that are complete, in order; with ``wait``, of all batches."""
-        while self._batches and (wait or all(time.is_complete() for time in self._batches[0][1])):
+        while self._batches and (wait or all(map(ElapsedTime.is_complete, self._batches[0][1]))):
             costs, times = self._batches.popleft()
             yield costs, [time.seconds() or 0.0 for time in times]

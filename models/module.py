@@ -228,11 +228,6 @@ class Module:
         self.bound.bind(zeros)
 
     @property
-    def binded(self) -> bool:
-        """True if the replicas exist (MXNet's spelling)."""
-        return self.bound.is_bound
-
-    @property
     def grad_req(self) -> str:
         """Accumulation of gradients before an `update`, see `bind`."""
         return self._step.grad_req
@@ -240,11 +235,6 @@ class Module:
     @grad_req.setter
     def grad_req(self, grad_req: str) -> None:
         self._step.grad_req = grad_req
-
-    @property
-    def params_initialized(self) -> bool:
-        """True after `init_params`, `load`, `load_params` or `init_optimizer`."""
-        return self._params_set or self.optimizer_initialized
 
     def init_params(
         self,
@@ -430,8 +420,10 @@ class Module:
         self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
         self.run_state.optimizer_set_by_fit = False
 
-    def train_unfrozen(self) -> None:
-        """Also train what requires gradients since `init_optimizer`; the others keep their state. Collective."""
+    def _begin_training(self) -> None:
+        """Also train what requires gradients since `init_optimizer`; the others keep their state. Collective then."""
+        if not self._step.unfrozen():
+            return
         assert self.optimizer_request is not None
         state, rate, named = self.optimizer_state(), self.learning_rate, parameters_of(self.network)
         trained = {json.dumps(name) for name, parameter in named.items() if parameter.requires_grad}
@@ -585,10 +577,6 @@ class Module:
         """
         self._begin_training()
         self._step.forward_backward_update(*_unpack(data, label))
-
-    def _begin_training(self) -> None:
-        if self._step.unfrozen():
-            self.train_unfrozen()
 
     def drop_gradients(self) -> None:
         """Discard gradients that no `update` has used."""

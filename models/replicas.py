@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -21,19 +23,19 @@ from gangline.models.batchnorm.running_statistics import Buffers, averaged, aver
 from gangline.models.names import as_named_by, buffers_of, parameters_of, plain_name, state_of
 from gangline.models.workers import Workers
 
+_layout, _version, _requires_grad = map(attrgetter, ("layout", "_version", "requires_grad"))
+_data_ptr = methodcaller("data_ptr")
+
 
 @dataclass(eq=False)
 class Replica:
     """A copy of the network on one context."""
 
-    context_index: int
-    """Index of the context in the module's list."""
+    context_index: int  # index of the context in the module's list
     context: Context
     network: nn.Module
-    parameters: dict[str, nn.Parameter]
-    """The trained parameters, by plain name."""
-    samples_seen: int = 0
-    """Training samples since running statistics were last averaged."""
+    parameters: dict[str, nn.Parameter]  # the trained parameters, by plain name
+    samples_seen: int = 0  # training samples since running statistics were last averaged
 
     @cached_property
     def all_parameters(self) -> list[nn.Parameter]:
@@ -75,7 +77,10 @@ class Replicas:
         self.all: list[Replica] = []
         self._saved_buffers: list[torch.Tensor] = []
         self._noted: list[tuple[int, int]] = []
-        self._gradients: list[dict[str, tuple[torch.Tensor, int]]] = []
+        self._frozen: list[nn.Parameter] | None = None  # when the optimizer was set; None: not listed yet
+        self._settings: list[tuple[int, ...]] = []  # of the parameters of all replicas, when they were equal
+        self.noted_gradients: list[dict[str, tuple[torch.Tensor, int]]] = []
+        """Gradients of each replica with their versions, as of `note_gradients`."""
         self.divided: ShardedWeights | None = None
         """The sharded weights of the only replica; None if weights are not sharded."""
         for index, (context, load) in enumerate(zip(contexts, loads, strict=True)):
@@ -96,39 +101,47 @@ class Replicas:
             for name, parameter in parameters_of(replica.network).items():
                 parameter.requires_grad_(trained[name])
             replica.parameters = _trained(replica.network)
+        self._frozen = None
 
     def unfrozen(self) -> list[str]:
         """Return the names of parameters that were frozen at `update_trained_parameters` and require gradients now."""
-        trained = set(map(id, self.first.parameters.values()))
-        if all(id(one) in trained for one in self.first.all_parameters if one.requires_grad):
+        first = self.all[0]
+        if self._frozen is None:
+            trained = set(map(id, first.parameters.values()))
+            self._frozen = [one for one in first.all_parameters if id(one) not in trained]
+        if True not in map(_requires_grad, self._frozen):
             return []
-        named = parameters_of(self.first.network).items()
-        return [name for name, one in named if one.requires_grad and id(one) not in trained]
+        frozen = set(map(id, self._frozen))
+        return [name for name, one in parameters_of(first.network).items() if one.requires_grad and id(one) in frozen]
 
-    def copy_frozen(self) -> None:
-        """Freeze in all replicas what is frozen in the user's network now, and unfreeze the others."""
+    def copy_frozen_and_hooks(self) -> None:
+        """Freeze in all replicas what is frozen in the user's network now, unfreeze the others, and copy its hooks.
+
+        Each replica's hooks get its own gradients.
+        """
         first, *others = [replica.all_parameters for replica in self.all]
+        if not others:
+            return
+        states = _settings_of(chain(first, *others))
+        if states == self._settings:
+            return
         for copies in others:
             for parameter, target in zip(first, copies, strict=True):
-                if target.requires_grad != parameter.requires_grad:
-                    target.requires_grad_(parameter.requires_grad)
-
-    def copy_hooks(self) -> None:
-        """Give the parameters of all replicas the hooks of the user's network; each gets its replica's gradient."""
-        first, *others = [replica.all_parameters for replica in self.all]
-        for copies in others:
-            for parameter, target in zip(first, copies, strict=True):
+                target.requires_grad_(parameter.requires_grad)
                 if target._backward_hooks is not parameter._backward_hooks:
                     target._backward_hooks = parameter._backward_hooks
-                hooks = _users_hooks(parameter)
-                if hooks != _users_hooks(target):
+                of_user = _users_hooks(parameter)
+                if of_user != _users_hooks(target):
                     own = target._post_accumulate_grad_hooks or {}
                     reducers = {number: hook for number, hook in own.items() if _is_reducers(hook)}
-                    target._post_accumulate_grad_hooks = OrderedDict(hooks | reducers)
+                    target._post_accumulate_grad_hooks = OrderedDict(of_user | reducers)
+        self._settings = _settings_of(chain(first, *others))
 
-    def note_gradients(self) -> None:
-        """Record the gradients after a backward, for `take_written_gradients`."""
-        self._gradients = [
+    def note_gradients(self, *, by_all: bool) -> None:
+        """Record the gradients after a backward, for `take_written_gradients`; one replica's only with ``by_all``."""
+        if not by_all and len(self.all) == 1:
+            return
+        self.noted_gradients = [
             {name: (one.grad, one.grad._version) for name, one in replica.parameters.items() if one.grad is not None}
             for replica in self.all
         ]
@@ -138,7 +151,7 @@ class Replicas:
 
         Without ``by_all``, leave out those whose gradients were written in all replicas. The record is dropped.
         """
-        noted, self._gradients = self._gradients, []
+        noted, self.noted_gradients = self.noted_gradients, []
         written = [
             {
                 name: (one := replica.parameters[name].grad) is not gradient or one._version != version
@@ -155,7 +168,7 @@ class Replicas:
     def note(self) -> None:
         """Record the state of the user's network after a pass, for `copy_written`."""
         if len(self.all) > 1:
-            self._noted = list(map(_write_state, self.first.tensors()))
+            self._noted = _write_states(self.all[0].tensors())
 
     @torch.no_grad()
     def copy_written(self, *, weights: bool) -> None:
@@ -166,9 +179,13 @@ class Replicas:
         """
         if len(self.all) == 1:
             return
-        first, *others = [replica.tensors() for replica in self.all]
-        for before, tensor, *copies in zip(self._noted, first, *others, strict=False):
-            if _write_state(tensor) != before and (weights or not tensor.requires_grad):
+        first = self.all[0].tensors()
+        states = _write_states(first)
+        if states == self._noted:
+            return
+        others = [replica.tensors() for replica in self.all[1:]]
+        for before, state, tensor, *copies in zip(self._noted, states, first, *others, strict=False):
+            if state != before and (weights or not tensor.requires_grad):
                 for target in copies:
                     target.copy_(tensor)
 
@@ -217,7 +234,7 @@ class Replicas:
 
     def clear_gradients(self) -> None:
         """Set all gradients to None."""
-        self._gradients = []
+        self.noted_gradients = []
         for replica in self.all:
             for parameter in replica.all_parameters:
                 parameter.grad = None
@@ -368,7 +385,18 @@ def _is_reducers(hook: Any) -> bool:
     return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Reducer)
 
 
-def _write_state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a tensor's address and version, which writes change."""
-    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
-    return address, 0 if tensor.is_inference() else tensor._version
+def _settings_of(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
+    """Return whether each parameter is trained, and the ids of its hooks."""
+    return [
+        (one.requires_grad, id(one._backward_hooks), *(one._post_accumulate_grad_hooks or ())) for one in parameters
+    ]
+
+
+def _write_states(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return each tensor's address and version, which writes change."""
+    if {*map(_layout, tensors)} == {torch.strided} and not any(map(torch.Tensor.is_inference, tensors)):
+        return [*zip(map(_data_ptr, tensors), map(_version, tensors), strict=True)]
+    return [
+        (one.data_ptr() if one.layout == torch.strided else 0, 0 if one.is_inference() else one._version)
+        for one in tensors
+    ]

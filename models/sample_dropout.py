@@ -1,6 +1,6 @@
 """Dropout with other sources of random numbers: a hash of the sample, or a generator of the replica's own.
 
-By sample, several contexts give the weights of one. By replica, CPU contexts need not share torch's generator.
+By sample, several contexts give the weights of one. By replica, contexts of one device need not share its generator.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class _Dropout(TorchFunctionMode, abc.ABC):
 
 
 class ReplicaDropout(_Dropout):
-    """Within its block, dropout on the CPU draws the numbers that a default generator with this seed would give.
+    """Within its block, dropout on a device draws the numbers that its default generator with this seed would give.
 
     Activation checkpoints, which restore torch's own generators, and compiled code keep these.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
         self.has_drawn = False
 
     def _replaces(self, tensor: Tensor, axes: int | None) -> bool:
         if torch.compiler.is_compiling():  # to which a generator is a break in the graph
             return False
         is_batch = axes is None or tensor.dim() == axes
-        return is_batch and tensor.device.type == "cpu" and not _is_checkpointed()
+        return is_batch and tensor.device == self._generator.device and not _is_checkpointed()
 
     def _scales(self, tensor: Tensor, p: float, *, whole_channels: bool) -> Tensor:
         self.has_drawn = True

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,20 +27,16 @@ from gangline.models.data.batches import (
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.executor.context_balance import ContextBalance, MemoryLimits
 from gangline.models.executor.executor import Executor, Share, is_out_of_memory
+from gangline.models.loss.accumulation import GradientAccumulation
 from gangline.models.loss.loss_scale import LossScale
 from gangline.models.loss.summed_loss import SummedLoss
 from gangline.models.optimizer_binding import NoOptimizer, OptimizerBinding
 from gangline.models.replicas import all_finite
 from gangline.models.run_state import RunState
 
-_SMALL_OUTPUTS = 1 << 18
-"""Maximum elements of outputs to concatenate for metrics: counting one more share takes 0.2 ms, concatenating 2 us."""
-_SKIPPED_STEPS = 20
-"""Number of consecutive skipped steps after which a warning is logged."""
-_MIXED = (
-    "backward(out_grads) and backward() were both called for one update under grad_req='add', but only gradients of "
-    "the loss can be weighted; call update() between them"
-)
+_SMALL_OUTPUTS = 1 << 18  # elements to concatenate: counting one more share takes 0.2 ms, concatenating it 2 us
+_context_index = attrgetter("replica.context_index")
+_SKIPPED_STEPS = 20  # in a row, after which a warning is logged
 
 
 class TrainingStep:
@@ -71,6 +68,8 @@ class TrainingStep:
         self.seconds_waiting = 0.0
         self._shares: list[Share] = []
         self._divisor: float | None = None  # of the batch's summed loss; None while it is unknown
+        self._split: tuple[int, list[float]] | None = None  # samples and loads of the last cut
+        self._cut: list[slice] = []
         self._first_sample = 0  # of this worker, within the batch of all workers
         self._has_no_samples = False
         self._accumulation = GradientAccumulation()
@@ -95,7 +94,7 @@ class TrainingStep:
     @property
     def normalizer(self) -> float:
         """Normalizer of the last forward's summed loss, on this worker."""
-        return 1.0 if self._loss.is_sum else sum((share.count for share in self._shares), 0.0)
+        return 1.0 if self._loss.is_sum else sum([share.count for share in self._shares], 0.0)
 
     def unfrozen(self) -> list[str]:
         """Return the names of parameters that require gradients now and were frozen when the optimizer was set.
@@ -113,19 +112,23 @@ class TrainingStep:
     def forward(self, data: Any, label: Any, *, train: bool) -> None:
         """Run a batch forward; see `Module.forward`."""
         data, label = self._checked(data, label)
+        replicas = self._executor.replicas
         if train:
             self._begin_batch(data)
         else:
-            self._begin_forward(train=False)
-        with self._noting_writes():
+            self.optimizer.begin_forward(train=False)
+            replicas.copy_written(weights=not self.optimizer.is_set)
+        try:
             self._forward_pass(data, label, train)
+        finally:
+            replicas.note()
         self._run_state.step += train
 
     def _forward_pass(self, data: Batch | None, label: Batch | None, train: bool) -> None:
         """Run a batch in one pass, or take part without samples; in evaluation, run parts that fit into memory."""
         self._shares = []  # frees the last batch's graph before the next one is built
         if data is not None:
-            slices = self._slices(data)
+            slices = self._slices(num_samples(data, "data"))
             if self._load_balancer is not None and not train:
 
                 def run(steps: Sequence[Sequence[slice]]) -> list[Share]:
@@ -133,14 +136,17 @@ class TrainingStep:
 
                 self._shares = self._run_until_it_fits(self._load_balancer.limits, slices, run)
             else:
-                with self._refusing_on_error():
+                with self._ending_on_error():
                     self._shares = self._run_forward(data, label, slices, train)
         elif train:
             self._executor.forward_without_samples()
         self._timed(self.optimizer.end_forward, has_samples=data is not None)
 
-    def _slices(self, data: Batch) -> list[slice]:
-        return split_batch(num_samples(data, "data"), self.loads, self._minimum)
+    def _slices(self, samples: int) -> list[slice]:
+        split = samples, self.loads
+        if self._split != split:
+            self._split, self._cut = split, split_batch(*split, self._minimum)
+        return self._cut
 
     def _checked(self, data: Any, label: Any) -> tuple[Batch | None, Batch | None]:
         """Bind the replicas and return data and label as batches, or None on one of several workers without samples."""
@@ -149,24 +155,11 @@ class TrainingStep:
         self._executor.bind(data)
         return data, label
 
-    def _begin_forward(self, *, train: bool) -> None:
-        """Copy into all replicas what user code wrote into the network since the last pass."""
-        self.optimizer.begin_forward(train=train)
-        self._executor.replicas.copy_written(weights=not self.optimizer.is_set)
-
-    @contextmanager
-    def _noting_writes(self) -> Iterator[None]:
-        """After a pass, record which tensors of the network it wrote, to know later what user code writes."""
-        try:
-            yield
-        finally:
-            self._executor.replicas.note()
-
     def _begin_batch(self, data: Batch | None) -> None:
-        self._begin_forward(train=True)
         replicas = self._executor.replicas
-        replicas.copy_frozen()
-        replicas.copy_hooks()
+        self.optimizer.begin_forward(train=True)
+        replicas.copy_written(weights=not self.optimizer.is_set)
+        replicas.copy_frozen_and_hooks()
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample
         elif self._executor.dropout_by_sample and self.workers.in_step:
@@ -214,13 +207,17 @@ class TrainingStep:
             for share in self._shares
         ):
             raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
-        with self._noting_writes():
+        replicas = self._executor.replicas
+        try:
             if out_grads is None:
                 self._backward_from_loss(push_early=False)
                 self._record_times()
             else:
                 self._backward_from_outputs(out_grads)
-        self._note_gradients()
+        finally:
+            replicas.note()
+        self._gradients_used = False
+        replicas.note_gradients(by_all=self.workers.has_others)
 
     def _backward_from_outputs(self, out_grads: Any) -> None:
         grads = as_batch(out_grads, "out_grads")
@@ -235,7 +232,7 @@ class TrainingStep:
         self._begin_backward(self._shares)
         scale = self._scale
         self._input_factor = 1 / scale
-        with self._discarding_gradients_on_error(), self._refusing_on_error():
+        with self._ending_on_error(discards=True):
             self._executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
             self._timed(self.optimizer.end_backward, has_graph=bool(self._shares))
 
@@ -243,8 +240,7 @@ class TrainingStep:
         if self._shares:
             self._check_loss(self._shares)
         self._divisor = divisor = self._divisor_and_weight()
-        with self._discarding_gradients_on_error():
-            self._backward_of(self._shares, divisor, push_early=push_early)
+        self._backward_of(self._shares, divisor, push_early=push_early, discards=True)
         self._set_input_factor(divisor)
 
     def _record_times(self) -> None:
@@ -256,10 +252,12 @@ class TrainingStep:
             waited = self.optimizer.take_seconds_waiting()  # only if there is one replica
             self.seconds_waiting += waited
             times[0].on_host -= waited
-        samples = [sum(share.samples for share in self._shares if share.replica is replica) for replica in replicas]
+        samples = [0] * len(replicas)
+        for share in self._shares:
+            samples[replicas.index(share.replica)] += share.samples
         if self._load_balancer is not None and self._shares:
             self._load_balancer.measurements.add(samples, times)
-        self.worker_balance.record(samples, times, in_turn=self._executor.runs_in_turn)
+        self.worker_balance.record(samples, times, in_turn=False)
 
     def _divisor_and_weight(self) -> float:
         """Return the divisor of the batch's summed loss, and set the weight of its gradients."""
@@ -299,10 +297,10 @@ class TrainingStep:
             self._weight = None
 
     def _backward_of(
-        self, shares: Sequence[Share], divisor: float, *, push_early: bool = False, rerun: bool = False
+        self, shares: Sequence[Share], divisor: float, *, discards: bool, push_early: bool = False, rerun: bool = False
     ) -> None:
         self._begin_backward(shares, push_early=push_early, rerun=rerun)
-        with self._refusing_on_error():
+        with self._ending_on_error(discards=discards):
             self._executor.backward(shares, divisor / self._scale)
             self._timed(self.optimizer.end_backward, has_graph=any(share.has_graph for share in shares))
 
@@ -311,12 +309,14 @@ class TrainingStep:
         self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
 
     @contextmanager
-    def _refusing_on_error(self) -> Iterator[None]:
-        """After an error, let workers that need this worker in forward or backward raise it."""
+    def _ending_on_error(self, *, discards: bool = False) -> Iterator[None]:
+        """After an error, let workers that need this worker raise it; mark incomplete gradients as used."""
         try:
             yield
-        except Exception as error:
-            self.optimizer.refuse(error)
+        except BaseException as error:
+            self._gradients_used |= discards
+            if isinstance(error, Exception):
+                self.optimizer.refuse(error)
             raise
 
     @property
@@ -325,15 +325,6 @@ class TrainingStep:
 
     def _set_input_factor(self, divisor: float) -> None:
         self._input_factor = divisor / (self.normalizer or float("nan")) / self._scale
-
-    @contextmanager
-    def _discarding_gradients_on_error(self) -> Iterator[None]:
-        """After an error in backward, mark the gradients, which are incomplete, as used."""
-        try:
-            yield
-        except BaseException:
-            self._gradients_used = True
-            raise
 
     # -- update -------------------------------------------------------------------------------------------------
 
@@ -346,7 +337,7 @@ class TrainingStep:
         replicas = self._executor.replicas
         finite = all_finite(replicas.all_gradients()) if self._loss_scale is not None else None
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
-        if names := replicas.take_written_gradients(by_all=self.workers.has_others):
+        if replicas.noted_gradients and (names := replicas.take_written_gradients(by_all=self.workers.has_others)):
             raise RuntimeError(
                 f"gradients of {', '.join(names)} were written between backward() and update(), but they are a part of "
                 "the sum over all contexts and workers; expected clip_global_norm, clip_norm or clip_gradient in "
@@ -363,11 +354,6 @@ class TrainingStep:
         except BaseException as error:
             self.optimizer.abandon(error)
             raise
-
-    def _note_gradients(self) -> None:
-        self._gradients_used = False
-        if self.workers.has_others or len(self._executor.replicas.all) > 1:
-            self._executor.replicas.note_gradients()
 
     def _log_skipped(self, loss_scale: LossScale) -> None:
         """Log a skipped step at debug level, and as a warning after `_SKIPPED_STEPS` of them in a row."""
@@ -400,6 +386,7 @@ class TrainingStep:
     def forward_backward(self, data: Any, label: Any) -> None:
         """Run a batch forward and backward; see `Module.forward_backward`."""
         self._forward_backward(*self._checked(data, label), push_early=False)
+        self._executor.replicas.note_gradients(by_all=self.workers.has_others)
 
     def forward_backward_update(self, data: Any, label: Any) -> None:
         """Run a whole step; see `Module.forward_backward_update`."""
@@ -414,6 +401,7 @@ class TrainingStep:
         )
         try:
             self._forward_backward(data, label, push_early=push_early)
+            self._executor.replicas.noted_gradients = []  # nobody can write them before the update
             self.update()
         except BaseException as error:
             self.drop_gradients()
@@ -426,21 +414,24 @@ class TrainingStep:
         self._divisor = None
         self._shares = []
         balancer = self._load_balancer
-        with self._noting_writes():
+        try:
             if data is None or balancer is None or self._executor.sync_batchnorm:  # joint statistics: the whole batch
                 self._run_whole(data, label, push_early)
             else:
                 self._run_in_parts(balancer, data, label, push_early)
+        finally:
+            self._executor.replicas.note()
         self._run_state.step += 1
-        self._note_gradients()
+        self._gradients_used = False
         self._record_times()
 
     def _run_whole(self, data: Batch | None, label: Batch | None, push_early: bool) -> None:
         """Run a batch forward and backward, in one task per replica if the normalizer is known in advance."""
         if push_early and data is not None and self.grad_req == "write" and self._executor.can_fuse_backward:
-            normalizer = self._loss.known_normalizer(label, num_samples(data, "data"))
+            samples = num_samples(data, "data")
+            normalizer = self._loss.known_normalizer(label, samples)
             if normalizer is not None:
-                self._fused_forward_backward(data, label, normalizer)
+                self._fused_forward_backward(data, label, self._slices(samples), normalizer)
                 return
         self._forward_pass(data, label, train=True)
         self._backward_from_loss(push_early=push_early)
@@ -466,8 +457,9 @@ class TrainingStep:
             has_failed, self._shares = True, []
             undo()
 
-        with self._discarding_gradients_on_error():
-            self._shares = self._run_until_it_fits(balancer.limits, self._slices(data), run, restore)
+        slices = self._slices(num_samples(data, "data"))
+        with self._ending_on_error(discards=True):
+            self._shares = self._run_until_it_fits(balancer.limits, slices, run, restore)
         replicas.add_gradients(kept)
 
     def _run_until_it_fits(
@@ -485,7 +477,7 @@ class TrainingStep:
         while True:
             micro_steps = limits.micro_steps(slices)
             try:
-                return sorted(run(micro_steps), key=lambda share: share.replica.context_index)
+                return sorted(run(micro_steps), key=_context_index)
             except Exception as error:
                 restore()
                 self._executor.take_times()  # drops the times of the failed attempt
@@ -506,7 +498,7 @@ class TrainingStep:
         for number, slices in enumerate(micro_steps):
             shares = self._run_forward(data, label, slices, True, number)
             self._check_loss(shares)
-            self._backward_of(shares, divisor, rerun=rerun)
+            self._backward_of(shares, divisor, discards=False, rerun=rerun)
             for share in shares:
                 share.output = map_tensors(torch.Tensor.detach, share.output)
                 share.loss = share.loss.detach() if share.loss is not None else None
@@ -517,15 +509,16 @@ class TrainingStep:
                 self._executor.replicas.scale_gradients(divisor / self._divisor)
         self._set_input_factor(divisor)
 
-    def _fused_forward_backward(self, data: Batch, label: Batch | None, normalizer: float) -> None:
+    def _fused_forward_backward(
+        self, data: Batch, label: Batch | None, slices: Sequence[slice], normalizer: float
+    ) -> None:
         """Run forward and backward of each replica in one thread task."""
-        slices = self._slices(data)
         self._divisor = normalizer or 1.0
         self._weight = None if self._loss.is_sum else normalizer
         active = self._executor.active_replicas(slices)
         self.optimizer.begin_backward(active, push_early=True, weight=self._weight)
         self._shares = self._run_forward(data, label, slices, True, divisor=self._divisor)
-        self._set_input_factor(normalizer)
+        self._input_factor = normalizer / (normalizer or float("nan"))  # nothing is pushed early with a loss scale
 
     # -- results ------------------------------------------------------------------------------------------------
 
@@ -591,37 +584,3 @@ class TrainingStep:
     def close(self) -> None:
         """Free the last batch."""
         self._shares = []
-
-
-class GradientAccumulation:
-    """Sums the normalizers of the losses of one update, over devices and micro-steps.
-
-    Each micro-step's gradient is that of its summed loss over a divisor common to all micro-steps; at the end `factor`
-    turns their sum into the gradient of the mean over all elements. (A mean of the micro-steps' means would give the
-    elements of a small micro-step too much weight.)
-    """
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        """Sum of the normalizers so far."""
-        self._divisor = 0.0
-        self._has_output_gradients = False
-
-    def add_output_gradients(self) -> None:
-        """Record a micro-step from gradients of the outputs, which are added unscaled."""
-        if self._divisor:
-            raise RuntimeError(_MIXED)
-        self._has_output_gradients = True
-
-    def add(self, normalizer: float) -> float:
-        """Count a micro-step; return the divisor of its summed loss, the normalizer of the first one of the update."""
-        if self._has_output_gradients:
-            raise RuntimeError(_MIXED)
-        self._divisor = self._divisor or normalizer or 1.0
-        self.total += normalizer
-        return self._divisor
-
-    @property
-    def factor(self) -> float:
-        """Factor of the summed gradients; 1 if nothing was counted, because gradients are 0."""
-        return self._divisor / self.total if self.total and self._divisor else 1.0

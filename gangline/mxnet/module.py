@@ -92,7 +92,7 @@ class Module:
     @property
     def binded(self) -> bool:
         """True after `bind`."""
-        return self._module.binded
+        return self._module.bound.is_bound
 
     @property
     def output_names(self) -> list[str]:

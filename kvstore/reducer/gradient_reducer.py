@@ -92,7 +92,7 @@ class GradientReducer(Reducer):
             flat = extended.empty(device)
             self._store.init(flags.key, extended.views(flat)[flags.key])
             self._store.fuse(extended)
-            self._add_state(BucketState(extended, len(self._buckets), bucket.keys, [], [flat]))
+            self._add_state(extended, [], [flat], keys=bucket.keys)
 
     def _push(
         self,

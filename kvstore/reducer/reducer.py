@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, compress
+from itertools import compress
 from operator import attrgetter, methodcaller, ne
 from typing import Any, TypeGuard
 
@@ -47,6 +47,8 @@ class BucketState:
     """Number of the bucket: the last bucket holds the first layers, which the next forward needs first."""
     keys: list[Key]
     """The parameters' keys."""
+    parameters: list[torch.Tensor]
+    """The parameters of all replicas."""
     weights: list[torch.Tensor]
     """Flat weights, one tensor per replica; none if the store only has gradients."""
     gradients: list[torch.Tensor | None]
@@ -67,7 +69,7 @@ class BucketState:
     def __post_init__(self) -> None:
         self.gradient_views = [self.bucket.views(flat) if flat is not None else {} for flat in self.gradients]
         self.weight_views = [self.bucket.views(flat) for flat in self.weights]
-        self.weight_places = [places_of(views.values()) for views in self.weight_views]
+        self.weight_places = places_of(view for views in self.weight_views for view in views.values())
 
 
 @run_eagerly
@@ -168,7 +170,7 @@ class Reducer:
         earlier one has failed. Buckets that were pushed then held the gradients of all replicas: they count, and are
         not pushed again.
         """
-        if push_early:
+        if push_early and self._must_continue:
             self._check_continued()
         self._active = list(active)
         self._weight = weight
@@ -179,7 +181,7 @@ class Reducer:
             self._add_hooks()
         elif push_early:
             self.move_hooks_last()
-        elif not (push_early or self._is_early or self._keeps_hooks):  # in a plain loop no bucket is pushed early
+        elif self._hooks and not (self._is_early or self._keeps_hooks):  # in a plain loop no bucket is pushed early
             self._remove_hooks()
         self._is_early = push_early
         push_early = push_early and (self._in_step or weight != 0)
@@ -360,29 +362,26 @@ class Reducer:
                 ignored; if all workers have weight 0, nothing is updated.
         """
         with recorder.current.span("exchange") if recorder.current is not None else nullcontext():
-            self._finish(weight)
+            if self._must_continue:
+                self._check_continued()
+            self._active = []
+            self._weight = weight
+            try:
+                if self._in_step or weight != 0:
+                    self._push_all()
+                for state in reversed(self._buckets):
+                    if state.push is not None:
+                        self._pull(state)
+                        state.push = None
+            except (DeadNodeError, StallError):
+                raise
+            except Exception:  # whatever failed, weights must be the store's; raised again
+                self._reload()
+                raise
 
     def _check_continued(self) -> None:
         """Fail the job if this worker was restarted, and its loop begins anew."""
-        if self._must_continue:
-            self._store.check_not_restarted(f"training by {self._continues_by}")
-
-    def _finish(self, weight: float | None) -> None:
-        self._check_continued()
-        self._active = []
-        self._weight = weight
-        try:
-            if self._in_step or weight != 0:
-                self._push_all()
-            for state in reversed(self._buckets):
-                if state.push is not None:
-                    self._pull(state)
-                    state.push = None
-        except (DeadNodeError, StallError):
-            raise
-        except Exception:  # whatever failed, weights must be the store's; raised again
-            self._reload()
-            raise
+        self._store.check_not_restarted(f"training by {self._continues_by}")
 
     def _push_all(self) -> None:
         """Push what was not pushed yet, and update."""
@@ -393,7 +392,7 @@ class Reducer:
             if state.push is None:
                 self._push_incomplete(state)
         try:
-            rows = self._push_rows()
+            rows = self._push_rows() if self.sparse_keys else {}
             for state in self._buckets:  # a failed push must raise before any update
                 if state.push is not None:
                     state.push.wait()
@@ -404,12 +403,12 @@ class Reducer:
             raise
         if self._updates_wait:
             self._store.update(group=self.group)
-        self._pull_rows(rows)
+        if rows:
+            self._pull_rows(rows)
 
     def _push_incomplete(self, state: BucketState) -> None:
         """Push a bucket that backward did not fill, with the keys that have gradients."""
-        gradients = [*chain.from_iterable(map(_grad, map(of.__getitem__, state.keys)) for of in self._parameters)]
-        if are_dense(gradients):
+        if are_dense([*map(_grad, state.parameters)]):
             self._push(state, range(len(self._parameters)), state.keys)
             return
         self._make_dense(state.keys)
@@ -420,7 +419,7 @@ class Reducer:
             self._push(state, [index for index, found in enumerate(by_replica) if found], present)
 
     def _pull(self, state: BucketState) -> None:
-        if not state.is_loose:
+        if not state.is_loose and places_of(state.parameters) != state.weight_places:
             self._restore_views(state)
         self._store.pull_bucket(state.bucket, state.weights, state.priority)
         if state.is_loose:
@@ -542,8 +541,7 @@ class Reducer:
             self._store.fuse(bucket, weights[0] if self._in_place else None)
             copies = [device.type == "cuda" and not self._in_place for device in devices]
             gradients = [bucket.empty(device) if copy else None for device, copy in zip(devices, copies, strict=True)]
-            state = BucketState(bucket, len(self._buckets), bucket.keys, weights, gradients, is_loose)
-            self._add_state(state)
+            state = self._add_state(bucket, weights, gradients, is_loose=is_loose)
             for of_replica, views in zip(self._parameters, state.weight_views, strict=True):
                 for key, view in views.items():
                     view.copy_(of_replica[key].detach())
@@ -553,9 +551,21 @@ class Reducer:
     def _plan(self, keys: Sequence[Key]) -> Iterator[Bucket]:
         return plan([(key, self._parameters[0][key].detach()) for key in keys], BUCKET_BYTES)
 
-    def _add_state(self, state: BucketState) -> None:
+    def _add_state(
+        self,
+        bucket: Bucket,
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        *,
+        is_loose: bool = False,
+        keys: list[Key] | None = None,
+    ) -> BucketState:
+        keys = bucket.keys if keys is None else keys
+        parameters = [of_replica[key] for of_replica in self._parameters for key in keys]
+        state = BucketState(bucket, len(self._buckets), keys, parameters, weights, gradients, is_loose)
         self._buckets.append(state)
-        self._bucket_of.update(dict.fromkeys(state.keys, state))
+        self._bucket_of.update(dict.fromkeys(keys, state))
+        return state
 
     def flat_weights(self) -> list[tuple[list[Key], torch.Tensor]]:
         """Return the keys and the first replica's flat weights of the buckets whose parameters are views of them."""
@@ -572,9 +582,7 @@ class Reducer:
 
     def _restore_views(self, state: BucketState) -> None:
         """Make parameters views of the bucket again if user code replaced their memory."""
-        for of_replica, views, places in zip(self._parameters, state.weight_views, state.weight_places, strict=True):
-            if places_of(map(of_replica.__getitem__, views)) == places:
-                continue
+        for of_replica, views in zip(self._parameters, state.weight_views, strict=True):
             for key, view in views.items():
                 parameter = of_replica[key]
                 if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():

@@ -32,6 +32,8 @@ class WrittenGradients:
 
     def check(self, expected: str) -> None:
         """Raise RuntimeError with what is ``expected`` instead if a gradient was written since backward."""
+        if not self._noted:
+            return
         noted, self._noted = self._noted, {}
         written = [
             key
@@ -43,8 +45,7 @@ class WrittenGradients:
                 f"gradients of {written[:20]} were written between backward() and step(), but they are this worker's "
                 f"part of the sum over all workers; {expected}"
             )
-        if noted:
-            self.close()
+        self.close()
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -69,6 +69,8 @@ class WrittenWeights:
     def find(self) -> list[Any]:
         """Return the keys of the parameters that were written; RuntimeError if a write was lost."""
         states = self._states()
+        if states == self._known and not self._units:
+            return []
         written: set[Any] = set()
         changed: set[Any] = set()
         if states != self._known:

@@ -244,13 +244,13 @@ def _relative_error(rates: Sequence[float]) -> float:
     if len(kept) < 2:
         return 0.0
     mean = sum(kept) / len(kept)
-    return math.sqrt(sum((rate / mean - 1) ** 2 for rate in kept) / (len(kept) - 1) / len(kept))
+    return math.sqrt(sum([(rate / mean - 1) ** 2 for rate in kept]) / (len(kept) - 1) / len(kept))
 
 
 def step_seconds(counts: Sequence[float], rates: Sequence[float], fixed: Sequence[float] | None = None) -> float:
     """Return the time of a step: that of its slowest share."""
     constant = fixed or [0.0] * len(rates)
-    return max(one + count * rate if count else 0.0 for one, count, rate in zip(constant, counts, rates, strict=True))
+    return max([one + count * rate if count else 0.0 for one, count, rate in zip(constant, counts, rates, strict=True)])
 
 
 def shortest_step(

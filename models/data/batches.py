@@ -52,6 +52,8 @@ def as_batch(value: Any, what: str) -> Batch:
 
 def num_samples(batch: Batch, what: str) -> int:
     """Return the number of samples of a batch; ValueError if its tensors disagree, or there are none."""
+    if isinstance(batch, torch.Tensor) and batch.dim() and len(batch):  # most batches are one tensor
+        return len(batch)
     shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
     if any(not shape for shape in shapes):
         raise ValueError(f"{what} has a tensor without axes; expected the batch on the first axis")
@@ -99,12 +101,15 @@ def length_of(items: Any) -> int | None:
 
 def take(batch: Batch, index: slice | torch.Tensor) -> Batch:
     """Return the samples at ``index``; views for a slice."""
-    return map_tensors(lambda tensor: tensor[index], batch)
+    return batch[index] if isinstance(batch, torch.Tensor) else map_tensors(lambda tensor: tensor[index], batch)
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
     """Return the batch on ``device``; tensors that are there already are not copied."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"), batch)
+    is_gpu = device.type == "cuda"
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=is_gpu)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=is_gpu), batch)
 
 
 def pinned(batch: Batch) -> Batch:

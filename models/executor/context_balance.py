@@ -24,8 +24,7 @@ class ContextBalance:
         on_one_device = len({context.torch_device for context in contexts}) == 1
         self._speeds = SpeedModel(names, logger, minimum=minimum, on_one_device=on_one_device)
         self.limits = MemoryLimits(names, logger)
-        self.measurements = Measurements()
-        """Samples and times of the contexts in training batches."""
+        self.measurements = Measurements()  # samples and times of the contexts in training batches
 
     @property
     def loads(self) -> list[float]:
@@ -59,11 +58,12 @@ class MemoryLimits:
     def __init__(self, names: Sequence[str], logger: logging.Logger) -> None:
         """Start without limits; each halved limit is logged as a warning."""
         self._names, self._logger = list(names), logger
-        self.max_samples: list[int | None] = [None] * len(names)
-        """One per context; None: no limit is known."""
+        self.max_samples: list[int | None] = [None] * len(names)  # one per context; None: no limit is known
 
     def micro_steps(self, slices: Sequence[slice]) -> list[list[slice]]:
         """Return the slices of each micro-step: equal parts of each context's slice that fit, padded by empty ones."""
+        if not any(self.max_samples):
+            return [list(slices)]
         cuts = [_cut(part, limit) for part, limit in zip(slices, self.max_samples, strict=True)]
         return [
             [cut[number] if number < len(cut) else slice(0, 0) for cut in cuts] for number in range(max(map(len, cuts)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ class DeviceThreads:
         gpus = [context for context in contexts if context.device_type == "gpu"]
         distinct = len(set(gpus)) == len(gpus) == len(contexts)
         self.uses_threads = len(contexts) > 1 and (always or not distinct)
-        self._contexts = list(contexts)
+        self._contexts, self._gpus = list(contexts), {context.torch_device for context in gpus}
         self._threads: list[ThreadPoolExecutor] = []
         if self.uses_threads:
             # torch.set_num_threads in a thread also changes the count for threads started later, so it is restored.
@@ -41,26 +41,22 @@ class DeviceThreads:
                 self._threads.append(thread)
             torch.set_num_threads(callers)
 
-    def run(
-        self, calls: Sequence[tuple[int, Callable[[], Result]]], *, one_after_another: bool = False
-    ) -> list[Result]:
-        """Run each (context index, function); return the results in order when all have finished.
-
-        With ``one_after_another`` a call starts when the previous call has finished; each still runs in its own thread.
-        """
-        tasks = [
-            (index, partial(self._run_with_note, index, function, self._caller_state(self._contexts[index])))
-            for index, function in calls
+    def run(self, calls: Sequence[tuple[int, Callable[[], Result]]]) -> list[Result]:
+        """Run each (context index, function); return the results in order when all have finished."""
+        cached = torch.is_autocast_cache_enabled()
+        autocast = [
+            partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=cached)
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
         ]
+        streams = {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus} if self._gpus else {}
         if not self.uses_threads:
-            return [task() for _, task in tasks]
+            return [self._run_with_note(index, function, autocast, streams) for index, function in calls]
         futures: list[Future[Result]] = []
         errors: list[BaseException] = []
         try:
-            for index, task in tasks:
-                futures.append(self._threads[index].submit(task))
-                if one_after_another and futures[-1].exception() is not None:
-                    break
+            for index, function in calls:
+                futures.append(self._threads[index].submit(self._run_with_note, index, function, autocast, streams))
             errors += [error for future in futures if (error := future.exception()) is not None]
             if errors:
                 raise next((error for error in errors if not isinstance(error, Aborted)), errors[0])
@@ -73,29 +69,27 @@ class DeviceThreads:
             futures.clear()
 
     def _run_with_note(
-        self, index: int, function: Callable[[], Result], state: list[AbstractContextManager[Any]]
+        self,
+        index: int,
+        function: Callable[[], Result],
+        autocast: Sequence[Callable[[], torch.autocast]],
+        streams: dict[torch.device, torch.cuda.Stream],
     ) -> Result:
+        """Run a function with the caller's thread-local state: autocast and CUDA streams."""
         try:
+            if not (autocast or streams):
+                return function()
             with ExitStack() as stack:
-                for part in state:
-                    stack.enter_context(part)
+                for enter in autocast:
+                    stack.enter_context(enter())
+                device = self._contexts[index].torch_device
+                for gpu in sorted(streams, key=device.__eq__):  # the last becomes the current one
+                    stack.enter_context(torch.cuda.stream(streams[gpu]))
                 return function()
         except Exception as error:
             if len(self._contexts) > 1:
                 error.add_note(f"in the replica on {self._contexts[index]}")
             raise
-
-    def _caller_state(self, context: Context) -> list[AbstractContextManager[Any]]:
-        """Return the caller's thread-local state to enter in the thread of ``context``: autocast and CUDA streams."""
-        state: list[AbstractContextManager[Any]] = [
-            torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        ]
-        gpus = {each.torch_device for each in self._contexts if each.device_type == "gpu"}
-        ordered = sorted(gpus, key=lambda each: each == context.torch_device)  # the last becomes the current one
-        state += [torch.cuda.stream(torch.cuda.current_stream(device)) for device in ordered]
-        return state
 
     def close(self) -> None:
         """Stop the threads."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +28,8 @@ from gangline.models.sample_dropout import ReplicaDropout, SampleDropout
 from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
+_random_state = methodcaller("get_state")
+_T = TypeVar("_T")
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")  # host allocator, CUDA, cuBLAS and cuDNN
 Root = tuple["Share", list[torch.Tensor], list[torch.Tensor | None]]
 """A share, the tensors its backward starts from, and their gradients (None: 1)."""
@@ -38,13 +42,10 @@ class Share:
     replica: Replica
     samples: int
     inputs: Batch
-    label: Batch | None
-    """Labels of the share, on the context's device."""
+    label: Batch | None  # labels of the share, on the context's device
     output: Batch
-    loss: torch.Tensor | None
-    """Loss summed over the share; None without a label."""
-    count: float
-    """The share's part of the batch's normalizer."""
+    loss: torch.Tensor | None  # loss summed over the share; None without a label
+    count: float  # the share's part of the batch's normalizer
 
     @property
     def has_graph(self) -> bool:
@@ -91,7 +92,8 @@ class Executor:
     @property
     def replicas(self) -> Replicas:
         """The replicas; RuntimeError while lazy parameters have no shape."""
-        self.bind(None)
+        if self._created is None:
+            self.bind(None)
         assert self._created is not None
         return self._created
 
@@ -109,13 +111,16 @@ class Executor:
         self._initialize_lazy_layers(data)
         replicas = Replicas(self.network, self._contexts, self._loads, self._fixed)
         contexts = [replica.context for replica in replicas.all]
-        self._shares_generator = len({context.torch_device for context in contexts}) < len(contexts)
-        self._has_replica_dropout = not self.dropout_by_sample and sum(one.device_type == "cpu" for one in contexts) > 1
+        self._devices = [context.torch_device for context in contexts]
+        self._networks = [replica.network for replica in replicas.all]
+        self._generators = [*map(generator_of, {*self._devices})]
+        self._shares_generator = len(self._generators) < len(contexts)
+        self._has_replica_dropout = self._shares_generator and not self.dropout_by_sample
+        self._draws_dropout = False  # by generators of the replicas
         if self.sync_batchnorm and len(contexts) > 1:
-            self._batchnorm = JointBatchNorm([replica.network for replica in replicas.all])
-        # Whether it draws from a device's generator; None before the first run. Replicas that wait for each other
-        # cannot run in turn, so it must not, if they share one.
-        self._is_random: bool | None = False if self._batchnorm is not None and self._shares_generator else None
+            self._batchnorm = JointBatchNorm(self._networks)
+        # Whether it draws from a device's generator, which replicas must not share; None before the first run.
+        self._is_random: bool | None = False if self._shares_generator else None
         # Timing also needs threads: a single backward call over all replicas has a single end.
         self._threads = DeviceThreads(contexts, always=self._batchnorm is not None or self._measure)
         self._created, self._replicas = replicas, replicas.all
@@ -143,10 +148,9 @@ class Executor:
                     f"sync_batchnorm=True needs {workers.count} workers in step, and those of an asynchronous store "
                     "are not; use an allreduce or dist_sync store, or leave sync_batchnorm out"
                 )
-            self._batchnorm = self._batchnorm or JointBatchNorm([replica.network for replica in self._replicas])
-            devices = [replica.context.torch_device for replica in self._replicas]
-            has_one_gpu = len(devices) == 1 and devices[0].type == "cuda" and workers.gathers_tensors
-            device = devices[0] if all(workers.all_gather(has_one_gpu, "init_optimizer")) else None
+            self._batchnorm = self._batchnorm or JointBatchNorm(self._networks)
+            has_one_gpu = len(self._devices) == 1 and self._devices[0].type == "cuda" and workers.gathers_tensors
+            device = self._devices[0] if all(workers.all_gather(has_one_gpu, "init_optimizer")) else None
         if self._batchnorm is not None:
             self._batchnorm.join(workers, device)
         self._workers = workers
@@ -175,24 +179,35 @@ class Executor:
         on the number of the batch's first sample within the global batch.
         """
         active = self.active_replicas(slices)
-        in_turn = train and self._is_random is not False
 
         def call(index: int) -> Share:
-            replica = self._replicas[index]
-            part = slices[replica.context_index]
-            with self._monitored([index], barrier, timed=train), self._section(barrier, index):
-                share = self._forward(replica, data, label, part, first_sample, train, inputs_need_grad, seed)
-                if divisor is not None and share.loss is not None and share.has_graph:
-                    torch.autograd.backward(share.loss / divisor)
-                return share
+            part = slices[self._replicas[index].context_index]
+            share = self._forward(index, data, label, part, first_sample, train, inputs_need_grad, seed)
+            if divisor is not None and share.loss is not None and share.has_graph:
+                torch.autograd.backward(share.loss / divisor)
+            return share
 
-        calls = [(index, partial(call, index)) for index in active]
+        def monitored(index: int) -> Share:
+            return self._monitored(partial(call, index), (index,), barrier, timed=train)
+
+        calls = [(index, partial(monitored, index)) for index in active]
         self.out_of_memory.clear()
         joint = self._joint("forward", active) if train else contextlib.nullcontext()
-        with self._mode(train), joint as barrier:
-            watch = train and self._is_random is False
-            with self._watching_generators() if watch else contextlib.nullcontext():
-                shares = self._threads.run(calls, one_after_another=in_turn and barrier is None)
+        if train:
+            self._start_training()
+        with contextlib.nullcontext() if train else evaluating(self._networks), joint as barrier:
+            before = [*map(_random_state, self._generators)] if train and self._is_random is False else ()
+            shares = self._threads.run(calls)
+            if not all(map(torch.equal, before, map(_random_state, self._generators))):
+                if self._has_replica_dropout or self.dropout_by_sample or not self._shares_generator:
+                    self._found_random(True)
+                self._has_replica_dropout = self._shares_generator
+                _log.warning(
+                    "the network began to draw random numbers; from the next batch on each context has a stream of its "
+                    "own"
+                )
+            elif train:
+                self._has_replica_dropout = self._draws_dropout
         if divisor is not None:
             _check_loss_has_graph(shares)
         return shares
@@ -200,7 +215,8 @@ class Executor:
     def forward_without_samples(self) -> None:
         """Take part in the other workers' forward in training mode, if batch statistics are synchronized over them."""
         if self.joins_workers:
-            with self._mode(True), self._joint("forward", []):
+            self._start_training()
+            with self._joint("forward", []):
                 pass
 
     def active_replicas(self, slices: Sequence[slice]) -> list[int]:
@@ -218,31 +234,11 @@ class Executor:
 
     def _joint(self, name: Direction, active: Sequence[int]) -> contextlib.AbstractContextManager[ThreadBarrier | None]:
         """Run a pass in the block, with a barrier if batch statistics are synchronized."""
-        if self._batchnorm is None:
-            return contextlib.nullcontext()
-        return self._batchnorm.running(name, active)
-
-    def _section(self, barrier: ThreadBarrier | None, index: int) -> contextlib.AbstractContextManager[None]:
-        """Synchronize a replica's batch statistics in the block, if there is a barrier."""
-        if barrier is None or self._batchnorm is None:
-            return contextlib.nullcontext()
-        return self._batchnorm.section(barrier, index)
-
-    @contextlib.contextmanager
-    def _watching_generators(self) -> Iterator[None]:
-        """Detect whether a network draws random numbers."""
-        generators = [generator_of(device) for device in {replica.context.torch_device for replica in self._replicas}]
-        before = [generator.get_state() for generator in generators]
-        yield
-        if any(not torch.equal(was, g.get_state()) for was, g in zip(before, generators, strict=True)):
-            self._found_random(True)
-            _log.warning(
-                "the network began to draw random numbers; from the next batch on each context has a stream of its own"
-            )
+        return contextlib.nullcontext() if self._batchnorm is None else self._batchnorm.running(name, active)
 
     def _forward(
         self,
-        replica: Replica,
+        index: int,
         data: Batch,
         label: Batch | None,
         part: slice,
@@ -251,7 +247,8 @@ class Executor:
         inputs_need_grad: bool,
         seed: tuple[int, ...],
     ) -> Share:
-        device, samples = replica.context.torch_device, part.stop - part.start
+        replica = self._replicas[index]
+        device, samples = self._devices[index], part.stop - part.start
         host_label = None if label is None else take(label, part)
         inputs, moved_label = move(take(data, part), device), None if label is None else move(host_label, device)
         if inputs_need_grad:
@@ -264,8 +261,8 @@ class Executor:
             stack.enter_context(torch.set_grad_enabled(train))
             if seeded:
                 drew = stack.enter_context(stream(device, *own_seed))
-            if train and self._has_replica_dropout and device.type == "cpu":
-                dropout = stack.enter_context(ReplicaDropout(mixed_seed(*own_seed)))
+            if train and self._has_replica_dropout:
+                dropout = stack.enter_context(ReplicaDropout(mixed_seed(*own_seed), device))
             if train and self.dropout_by_sample:
                 is_joint = self._workers.in_step or self._workers.is_elastic  # a batch is that of all workers
                 rank = 0 if is_joint else self._workers.rank
@@ -285,8 +282,8 @@ class Executor:
                 except Exception as error:
                     explain_loss(error, self._loss.loss, output, moved_label, host_label)
                     raise
-        if dropout is not None and not dropout.has_drawn and self._is_random is False:
-            self._has_replica_dropout = False
+        if dropout is not None:
+            self._draws_dropout |= dropout.has_drawn
         if seeded:
             self._found_random(drew[0])
         if train:
@@ -301,17 +298,11 @@ class Executor:
                 "and recurrent layers have a dropout of their own), which random='sample' cannot give to each sample; "
                 "use random='context'"
             )
-        if drew and self._batchnorm is not None and self._shares_generator:
+        if drew and self._shares_generator:
             raise RuntimeError(
-                "the network draws random numbers other than by dropout on the CPU, from a generator that its contexts "
-                "share, which sync_batchnorm=True does not support; start a process for each context (gangline launch, "
-                "context='parallel'), or leave sync_batchnorm out"
-            )
-        if drew and not self._is_random and sum(one.context.device_type == "cpu" for one in self._replicas) > 1:
-            _log.warning(
-                "the network draws random numbers other than by dropout, from a generator that contexts on the CPU "
-                "share: they run one after another, as slow as one. Start a process for each (gangline launch, "
-                "context='parallel'), or draw by torch.nn.functional.dropout, neither checkpointed nor compiled"
+                "the network draws random numbers other than by dropout, from a generator that its contexts share; "
+                "start a process for each context (gangline launch, context='parallel'), or draw by "
+                "torch.nn.functional.dropout, neither checkpointed nor compiled"
             )
         self._is_random = bool(self._is_random) or drew
 
@@ -341,63 +332,53 @@ class Executor:
 
     def _run_backward(self, roots: Sequence[Root]) -> None:
         active = [self._replicas.index(share.replica) for share, _, _ in roots]
-        in_turn = bool(self._is_random)  # recomputed layers draw again, from a shared generator
 
         def run(indices: list[int], tensors: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._monitored(indices, barrier))
-                for index in indices:
-                    stack.enter_context(self._section(barrier, index))
-                if tensors:
-                    torch.autograd.backward(tensors, grads)
+            backward = partial(torch.autograd.backward, tensors, grads) if tensors else lambda: None
+            self._monitored(backward, indices, barrier)
 
         with self._joint("backward", active) as barrier:
             if self._threads.uses_threads:
                 calls = [(index, partial(run, [index], *root[1:])) for index, root in zip(active, roots, strict=True)]
-                self._threads.run(calls, one_after_another=in_turn and barrier is None)
+                self._threads.run(calls)
             else:  # one call over all replicas: distinct GPUs run in parallel without Python in between
                 run(active, [t for _, ts, _ in roots for t in ts], [g for _, _, gs in roots for g in gs])
 
-    @contextlib.contextmanager
-    def _mode(self, train: bool) -> Iterator[None]:
-        """Switch all replicas to training mode permanently, or to evaluation mode in this context.
+    def _start_training(self) -> None:
+        """Switch all replicas to training mode.
 
         Submodules frozen with ``.eval()`` in the user's network are frozen in every replica.
         """
-        networks = [replica.network for replica in self._replicas]
-        if train:
-            if not networks[0].training:
-                networks[0].train()
-            for other in networks[1:]:
-                for mine, theirs in zip(networks[0].modules(), other.modules(), strict=True):
-                    theirs.training = mine.training
-            yield
-        else:
-            with evaluating(networks):
-                yield
+        first, *others = self._networks
+        if not first.training:
+            first.train()
+        for other in others:
+            for mine, theirs in zip(first.modules(), other.modules(), strict=True):
+                theirs.training = mine.training
 
-    @contextlib.contextmanager
     def _monitored(
-        self, indices: Sequence[int], barrier: ThreadBarrier | None, *, timed: bool = True
-    ) -> Iterator[None]:
-        """Time this context per replica (without barrier waits), and record contexts that run out of memory."""
+        self, call: Callable[[], _T], indices: Sequence[int], barrier: ThreadBarrier | None, *, timed: bool = True
+    ) -> _T:
+        """Run replicas, time each (without barrier waits), and record contexts that run out of memory."""
         measured = indices if self._times and timed else ()
         try:
-            began = [mark(self._replicas[index].context.torch_device) for index in measured]
-            yield
+            began = [*map(mark, map(self._devices.__getitem__, measured))]
+            if barrier is None or self._batchnorm is None:
+                result = call()
+            else:
+                with contextlib.ExitStack() as stack:
+                    for index in indices:
+                        stack.enter_context(self._batchnorm.section(barrier, index))
+                    result = call()
             for index, begin in zip(measured, began, strict=True):
-                self._times[index].add(begin, mark(self._replicas[index].context.torch_device))
+                self._times[index].add(begin, mark(self._devices[index]))
                 if barrier is not None:  # where a GPU's stream is idle as well
                     self._times[index].on_host -= barrier.waited[index]
+            return result
         except Exception as error:
             if is_out_of_memory(error):
                 self.out_of_memory += [self._replicas[index].context_index for index in indices]
             raise
-
-    @property
-    def runs_in_turn(self) -> bool:
-        """True if replicas on the host run one after another, because they share its random generator."""
-        return bool(self._is_random) and any(replica.context.device_type == "cpu" for replica in self._replicas)
 
     def start_timers(self) -> None:
         """Start timing replicas; GPUs that share one backward call are timed until all of them have finished."""

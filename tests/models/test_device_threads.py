@@ -53,7 +53,6 @@ def test_threads_are_named_after_their_contexts_one_for_each_place_and_end_with_
     threads = device_threads.run(calls)
     assert len({*threads, threading.current_thread()}) == 4
     assert device_threads.run(calls[::-1]) == threads[::-1]
-    assert device_threads.run(calls[1:], one_after_another=True) == threads[1:]
     for thread, context in zip(threads, contexts, strict=True):
         assert thread.name.startswith(f"gangline-{context}")
         assert thread.is_alive()

@@ -359,7 +359,7 @@ def test_wrong_arguments_are_named_and_change_nothing(verb: str) -> None:
             if verb == "init_optimizer":
                 assert not module.optimizer_initialized
             if verb == "bind":
-                assert not module.binded
+                assert not module.bound.is_bound
             if verb != "forward_backward":
                 module.init_optimizer("device", "sgd", {"lr": 0.0})
             module.forward_backward_update(*GOOD)

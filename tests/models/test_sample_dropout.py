@@ -124,7 +124,7 @@ def test_a_replicas_own_generator_gives_the_numbers_of_torchs(dtype: torch.dtype
 
     torch.manual_seed(11)
     expected, state = drawn(), torch.get_rng_state()
-    with ReplicaDropout(11):
+    with ReplicaDropout(11, torch.device("cpu")):
         assert all(torch.equal(own, theirs) for own, theirs in zip(drawn(), expected, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -140,21 +140,24 @@ class Meeting(nn.Module):
         return data
 
 
-@pytest.mark.parametrize(("attention", "warnings"), [(False, 0), (True, 1)])
-def test_only_random_numbers_other_than_dropouts_make_contexts_run_in_turn(
-    attention: bool, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(Meeting(), Attention() if attention else Network()).double()
-    with Module(network, nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+def test_contexts_that_share_a_generator_draw_dropout_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "barrier", threading.Barrier(2))
+    with Module(nn.Sequential(Meeting(), Network()).double(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
         module.init_optimizer("local", "sgd", {"learning_rate": 0.1})
-        for _ in range(2):
+        for _ in range(3):
             module.forward_backward_update(*BATCH)
-        if not attention:
-            monkeypatch.setattr(Meeting, "barrier", threading.Barrier(2))
-        module.forward_backward_update(*BATCH)
-        assert module.bound.runs_in_turn == attention
-    assert sum("run one after another" in line for line in caplog.messages) == warnings
+
+
+@pytest.mark.parametrize("network", [Attention, Checkpointed])
+def test_contexts_that_share_a_generator_are_refused_other_random_numbers(network: type[nn.Module]) -> None:
+    with Module(network().double(), nn.CrossEntropyLoss(), [cpu(0), cpu(1)]) as module:
+        module.init_optimizer("local", "sgd")
+        before = module.get_params()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="from a generator that its contexts share; start"):
+                module.forward_backward_update(*BATCH)
+        assert all(torch.equal(one, before[name]) for name, one in module.get_params().items())
+    gc.collect()
 
 
 @pytest.mark.gpu

@@ -239,7 +239,7 @@ def test_contexts_that_share_a_generator_draw_from_it_by_dropout_alone(layer: nn
     for _ in range(2):
         with joint(nn.Sequential(nn.BatchNorm1d(2), layer).double(), [1, 1]) as module, contextlib.ExitStack() as stack:
             if is_refused:
-                message = "from a generator that its contexts share, which sync_batchnorm=True does not support"
+                message = "from a generator that its contexts share; start a process for each context"
                 stack.enter_context(pytest.raises(RuntimeError, match=message))
             module.forward(random(8, 2))
             found.append(module.get_outputs())
