@@ -31,7 +31,7 @@ from gangline.models.balance.gradient_weights import (
     replicated,
 )
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
+from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction
 from gangline.models.balance.micro_batches import MicroBatches
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
@@ -606,7 +606,7 @@ class BalancedLoader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Close the loader; after an error the other ranks also raise an error in their next iteration."""
         if error is not None and not self._is_closed:
-            self._lockstep.leave(Signal.FAILED)
+            self._lockstep.fail(error)
         self.close()
 
     def close(self) -> None:
@@ -653,9 +653,10 @@ _iterations: weakref.WeakKeyDictionary[Any, BalancedLoader] = weakref.WeakKeyDic
 @atexit.register
 def _end_all() -> None:
     """Signal the other ranks that an error ends this process, and end iterations that a program has left open."""
-    if getattr(sys, "last_value", None) is not None and dist.is_initialized():
+    error = getattr(sys, "last_value", None)
+    if error is not None and dist.is_initialized():
         for lockstep in list(_open):
-            lockstep.leave(Signal.FAILED)
+            lockstep.fail(error)
     for iteration in list(_iterations):  # later, Python has taken away what they call
         with suppress(ValueError):  # it runs in another thread, or its process group was destroyed
             iteration.close()

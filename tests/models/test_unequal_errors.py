@@ -300,6 +300,28 @@ def test_parameters_that_no_wrapper_averages(tmp_path: Path) -> None:
     spawn(late_parameters, 2, str(tmp_path / "store"), "gangline", threads=1)
 
 
+def out_of_memory(comm: Communicator, path: str) -> str:
+    join(comm, path, "gloo")
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    loader = gangline.balance(model, DataLoader(Numbers(90), batch_size=4), loads=[3, 1])
+    with pytest.raises(RuntimeError) as error, loader:
+        for number, batch in enumerate(loader):
+            if number == 1 and comm.rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            model(batch.float()).sum().backward()
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+def test_all_ranks_say_that_one_ran_out_of_memory_and_what_to_set(tmp_path: Path) -> None:
+    first, second = spawn(out_of_memory, 2, str(tmp_path / "store"), threads=1)
+    assert second == "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert first == (
+        "balance: rank 1 ended with an error in global batch 1: out of memory with a share of 2; limit the share of "
+        "each rank, as by max_share=[8, 1], or call loader.skip() where the error is caught; see its output"
+    )
+
+
 def killed(comm: Communicator, path: str, backend: str) -> None:
     join(comm, path, backend)
     model = DistributedDataParallel(nn.Linear(3, 1))
