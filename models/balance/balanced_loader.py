@@ -264,7 +264,6 @@ class BalancedLoader:
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
         self._seed: int | None = None  # rank 0's; each epoch's shuffle adds the number of the epoch
         self._batch: BalancedBatch | None = None
-        self._returned: Any = None  # data of the current batch
         self.weight = 1.0
         """Factor of this rank's gradient in the current batch."""
         self._iterations = 0
@@ -390,7 +389,7 @@ class BalancedLoader:
                 if timer is not None:
                     timer.start()
                 self._watch.start()
-                self._returned = batch
+                self._trained.data = batch
                 try:
                     yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
                 finally:
@@ -480,7 +479,7 @@ class BalancedLoader:
         minimum, is_sum = self._balance.split.minimum, self._loss_reduction == "sum"
         parts = MicroBatches(self._trained, whole, batch, minimum, self._count, self._begin_part, is_sum=is_sum)
         with waiting_for_ranks():
-            number = self._lockstep.most_parts(partial(parts.needed, self._returned, max_size, max_cost))
+            number = self._lockstep.most_parts(partial(parts.needed, self._trained.data, max_size, max_cost))
         parts.cut(number)
         return parts
 
@@ -551,7 +550,7 @@ class BalancedLoader:
         self._trained.begin(batch)
 
     def _end_batch(self) -> None:
-        self._batch = self._returned = None
+        self._batch = self._trained.data = None
         self._trained.begin(None)
 
     def state_dict(self) -> dict[str, Any]:
