@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gangline.collectives import hooks
 from gangline.collectives.eager import run_eagerly
 
 NOTHING_COUNTS = 2.0**-40
@@ -235,6 +236,20 @@ def _owners_in_graph(rows: Tensor) -> set[BatchesOfNetworks]:
             found.add(of_parameter.get(node.variable, lambda: None)())
         nodes += [following for following, _ in node.next_functions]
     return found - {None}
+
+
+def _explain_sizes() -> str:
+    """Return that shares are unequal, if a batch that is trained now has such shares."""
+    batches = [batch for owner in list(_all) if (batch := owner.handed_out) is not None and len(set(batch.counts)) > 1]
+    if not batches:
+        return ""
+    return (
+        f"; balance() has cut the batch to shares of {list(batches[0].counts)} samples, whose tensors cannot be gathered "
+        "as equal parts: use gangline.gather_rows"
+    )
+
+
+hooks.explain_sizes = _explain_sizes
 
 
 def _shares_tensor(first: Any, second: Any) -> bool:

@@ -169,7 +169,7 @@ class Watchdog:
 
 
 def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
-    """Return the error for ranks in different calls, rank -> (sequence, code); its text is the same on all ranks."""
+    """Return the error for ranks in different calls, rank -> (sequence, code)."""
     numbered = len({sequence for sequence, _ in calls.values()}) > 1
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, call in sorted(calls.items()):
@@ -178,7 +178,9 @@ def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
         f"{name_ranks(ranks)}: {_text(code)}{f' as call {sequence}' if numbered else ''}"
         for (sequence, code), ranks in groups.items()
     ]
-    return MismatchError(f"ranks are at different calls: {'; '.join(texts)}")
+    names = {_text(code).partition("(")[0] for _, code in groups}
+    hint = hooks.explain_sizes() if len(names) == 1 and not numbered else ""
+    return MismatchError(f"ranks are at different calls: {'; '.join(texts)}{hint}")
 
 
 def _text(code: int) -> str:

@@ -182,6 +182,15 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     assert [network(batch).grad_fn is None for batch in islice(loader, 1, 2)] == [False]  # after one left out
     loader.close()
 
+    # A gather of equal parts within a batch.
+    loader = gangline.balance(network, pairs, loads=[3, 1])
+    batch = next(iter(loader))
+    gather = partial(dist.all_gather, [torch.empty_like(batch)] * 2, batch)
+    if dist.get_backend() == "gangline":  # gloo ends the process
+        group = dist.new_group()
+        check_refused(partial(gather, group=group), "shares of [6, 2] samples", "use gangline.gather_rows")
+    loader.close()
+
     # A layer that is replaced while a batch is current has no weight.
     network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     loader = gangline.balance(network, plain, loads=[3, 1])
