@@ -32,7 +32,7 @@ from gangline.collectives.engine.host_staging import flat_values
 from gangline.collectives.engine.point_to_point import PointToPoint
 from gangline.collectives.environments import LOOPBACK
 from gangline.collectives.errors import GanglineError
-from gangline.collectives.liveness.membership import CLOSED
+from gangline.collectives.liveness.membership import has_closed
 from gangline.collectives.streams import SideStreams
 from gangline.collectives.timeline import recorder
 from gangline.collectives.transports.base import BootstrapAllGather
@@ -543,7 +543,7 @@ class Communicator:
             raise self._engine.error
         membership = self._resources.membership
         membership.announce_and_read(0, 0)
-        return sorted(rank for rank, why in membership.gone.items() if why != CLOSED)
+        return sorted(rank for rank, why in membership.gone.items() if not has_closed(why))
 
     def __enter__(self) -> Communicator:
         return self

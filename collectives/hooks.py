@@ -1,4 +1,4 @@
-"""Hooks: what collectives need of the folders above them, as imports go down only; `gangline/__init__.py` sets them."""
+"""Hooks: what collectives need of folders above them, as imports go down only; these or `gangline` set them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ watch_torch: Callable[[], object] = _nothing
 """Record what torch does on each device, if a timeline is recorded."""
 find_places: Callable[[Collection[int], Collection[int]], str] = _nothing
 """Return positions of workers and of processes."""
+
+explain_sizes: Callable[[], str] = _nothing
+"""Return why calls of this process may have other sizes than those of other ranks, after "; "."""
 
 
 def places(*, workers: Collection[int] = (), processes: Collection[int] = ()) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gangline.collectives import hooks
 from gangline.collectives.eager import run_eagerly
 
 NOTHING_COUNTS = 2.0**-40
@@ -89,6 +91,9 @@ class BatchesOfNetworks:
         """
         self.handed_out: BalancedBatch | None = None
         """None between batches."""
+        self.data: Any = None
+        """What the loop got for it."""
+        self._left: Any = None  # data of the batch before, in which no network ran: perhaps the loop reads ahead
         self._trained: BalancedBatch | None = None  # whose gradients arrive
         self._with_gradient: BalancedBatch | None = None  # the last one
         self._is_pending = False  # no gradient has arrived since a forward in a batch
@@ -101,7 +106,7 @@ class BatchesOfNetworks:
         """Returns the iteration over parts of a batch, if there is one."""
         self.networks = networks
         hook = _CallInForward(self._note_forward)
-        self.hooks = [network.register_forward_pre_hook(hook) for network in networks]
+        self.hooks = [network.register_forward_pre_hook(hook, with_kwargs=True) for network in networks]
         """All hooks of the loader, which end with `close`."""
         self._remove = weakref.finalize(self, _remove, weakref.ref(self), self.hooks)
         self.bind_layers()
@@ -124,6 +129,8 @@ class BatchesOfNetworks:
         self.has_begun |= batch is not None
         if batch is not None:
             evaluated.clear()
+        has_run = self._with_gradient is before or (self._is_pending and self._trained is before)
+        self._left = self.data if self._may_read_ahead and batch and before and not has_run else None
         if not self._is_pending:
             is_read_ahead = before is not None and self._with_gradient is not before and not self._is_in_step
             self._trained = before if is_read_ahead else batch
@@ -140,7 +147,7 @@ class BatchesOfNetworks:
         if (parts := self.parts()) is not None:
             parts.close()
 
-    def _note_forward(self, *_: object) -> None:
+    def _note_forward(self, _: object, *inputs: object) -> None:
         """Note that a network runs forward; not in a backward, which may run the forward of its batch again."""
         if self.handed_out is None or evaluated or not torch.is_grad_enabled() or _is_in_backward():
             return
@@ -151,6 +158,14 @@ class BatchesOfNetworks:
                 "while the main thread trains, so batches would get the weights of others; put the prefetcher around "
                 "the loader that balance() is given, and read the balanced loader in the loop"
             )
+        if self._left is not None:
+            left, self._left = self._left, None
+            if _shares_tensor(inputs, left) and not _shares_tensor(inputs, self.data):
+                raise RuntimeError(
+                    "balance: the loop trains a batch when it has read the next one, as with itertools.pairwise or a "
+                    "prefetcher around the balanced loader, so that its gradient would get the weight of that one; put "
+                    "what reads ahead around the loader that balance() is given"
+                )
         self._trained, self._is_pending = self.handed_out, True
 
     def note_gradient(self) -> BalancedBatch | None:
@@ -221,6 +236,38 @@ def _owners_in_graph(rows: Tensor) -> set[BatchesOfNetworks]:
             found.add(of_parameter.get(node.variable, lambda: None)())
         nodes += [following for following, _ in node.next_functions]
     return found - {None}
+
+
+def _explain_sizes() -> str:
+    """Return that shares are unequal, if a batch that is trained now has such shares."""
+    batches = [batch for owner in list(_all) if (batch := owner.handed_out) is not None and len(set(batch.counts)) > 1]
+    if not batches:
+        return ""
+    return (
+        f"; balance() has cut the batch to shares of {list(batches[0].counts)} samples, whose tensors cannot be gathered "
+        "as equal parts: use gangline.gather_rows"
+    )
+
+
+hooks.explain_sizes = _explain_sizes
+
+
+def _shares_tensor(first: Any, second: Any) -> bool:
+    """Return whether a tensor of one or more dimensions is in both, perhaps copied to another device."""
+    others = list(_tensors(second))
+    return any(
+        one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+        for one in _tensors(first)
+        for other in others
+    )
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            yield leaf
+        elif isinstance(leaf, Mapping):  # of a class of its own, such as BatchEncoding
+            yield from _tensors(dict(leaf))
 
 
 def _is_in_backward() -> bool:

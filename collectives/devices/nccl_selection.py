@@ -30,7 +30,7 @@ from gangline.collectives.engine.arguments import Call
 from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.host_collectives import HostCollectives
 from gangline.collectives.limits import NCCL_CALL_SECONDS
-from gangline.collectives.liveness.membership import CLOSED, PROPOSALS
+from gangline.collectives.liveness.membership import PROPOSALS, has_closed
 from gangline.collectives.transports.base import wait_until
 
 _log = logging.getLogger("gangline")
@@ -257,7 +257,7 @@ class NcclSelection:
 
     def _is_ordinary(self, rank: int, published: int, number: int) -> bool:
         """Return whether a rank has reached the call, or a later one, without a proposal."""
-        if self._engine.resources.membership.gone.get(rank) == CLOSED:
+        if has_closed(self._engine.resources.membership.gone.get(rank)):
             return True
         return published & _NUMBERS > number or (published & _NUMBERS == number and published < _PROPOSED)
 

@@ -17,7 +17,7 @@ from gangline.collectives.engine.engine import Engine
 from gangline.collectives.engine.host_staging import data_of, flat_buffer, write_back
 from gangline.collectives.errors import GanglineError, MismatchError
 from gangline.collectives.limits import WAIT_CHECK_SECONDS
-from gangline.collectives.liveness.membership import CLOSED
+from gangline.collectives.liveness.membership import has_closed
 from gangline.collectives.streams import Ordered, SideStreams
 from gangline.collectives.transports.base import MessageTag, ReceiveRequest, SendRequest, wait_until
 from gangline.collectives.work import GuardedLock, NoThreadError, Work, start_thread
@@ -238,7 +238,7 @@ class PointToPoint:
         with self._lock:
             peers = [one.to for one in self._sends]
             for one in self._receives:  # a receive from several ranks does not need ranks that have left regularly
-                peers += [source for source in one.sources if self._gone.get(source) != CLOSED] or one.sources
+                peers += [source for source in one.sources if not has_closed(self._gone.get(source))] or one.sources
             if not peers:
                 return
             with suppress(Exception), self._end_on_error(self._timed_code):  # the pending works raise it

@@ -28,12 +28,13 @@ from gangline.collectives.limits import (
     RECONNECT_SECONDS,
     STOPPED_CHECKS_PER_LIMIT,
 )
-from gangline.collectives.liveness.process_state import state_of, this_process
+from gangline.collectives.liveness.process_state import ending_error, state_of, this_process
 from gangline.collectives.transports.base import BootstrapAllGather
 from gangline.collectives.transports.zmq.peer_sockets import PeerSocket, PeerSockets
 
 CLOSED = "closed its communicator"
-"""Why a rank that closed regularly is gone: an error only for ranks that still need it."""
+"""Why a rank that closed regularly is gone: an error only for ranks that still need it. An error that ended it follows.
+"""
 
 PROPOSALS = 1 << 61
 """Announced numbers from here on belong to calls that a rank only proposes (devices/nccl_selection.py)."""
@@ -60,7 +61,7 @@ class Membership(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.gone: dict[int, str] = {}
-        """Rank -> why it counts as dead; `CLOSED` if it closed regularly."""
+        """Rank -> why it counts as dead; its text begins with `CLOSED` if it closed regularly."""
         self.at: dict[int, tuple[int, int]] = {}
         """Rank -> (sequence, code) of the last call that it announced, this rank included. Ranks announce a call only
         if they have to wait in it."""
@@ -313,7 +314,8 @@ class PeerConnections:
                 return
             self._read_all()
             told = self.of_group(group.label)
-            self._send_closed(told, group.packed(["closed"]))
+            error = _sendable(ending_error())
+            self._send_closed(told, group.packed(["closed", error] if error else ["closed"]))
             self._told.update(told)
             if self._has_heartbeats:
                 self._wait_for_closed([peer for peer in told if len(self._shared[peer]) == 1])
@@ -377,8 +379,8 @@ class PeerConnections:
             match message:
                 case ["of", str(label), message]:
                     pass
-            if message == ["closed"]:
-                self._close_of(peer, label)
+            if cause := _closed_by(message):
+                self._close_of(peer, label, cause)
                 if peer not in self.peers.sockets:
                     return
             elif label in self._shared.get(peer, ()):
@@ -386,10 +388,10 @@ class PeerConnections:
             elif not label and "" in self.groups:
                 self.invalid_messages += 1
 
-    def _close_of(self, peer: int, label: str) -> None:
+    def _close_of(self, peer: int, label: str, cause: str) -> None:
         if label in self._shared.get(peer, ()):  # else this process has closed the group before
             group = self.groups[label]
-            group.gone[group.numbers[peer]] = CLOSED
+            group.gone[group.numbers[peer]] = cause
             self._leave(peer, label)
 
     def _leave(self, peer: int, label: str) -> None:
@@ -490,6 +492,21 @@ class ThreadMembership(Membership):
 
 def _sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()[:_TEXT_LIMIT]
+
+
+def has_closed(why: str | None) -> bool:
+    """Return whether a rank that is gone for this reason has closed its communicator."""
+    return why is not None and why.startswith(CLOSED)
+
+
+def _closed_by(message: object) -> str:
+    """Return why a rank is gone after this message; "" if it does not say that the rank closes."""
+    match message:
+        case ["closed"]:
+            return CLOSED
+        case ["closed", str(error)] if len(error) <= _TEXT_LIMIT:
+            return f"{CLOSED} after {error}"
+    return ""
 
 
 def _unpack(packed: bytes) -> Any:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+_LINE_LIMIT = 300  # characters of an error's text
 
 
 def this_process() -> tuple[str, int, int]:
@@ -47,6 +50,16 @@ def state_of(process: Sequence[str | int]) -> str:
     except OSError:
         return "?"
     return state if started == start and state not in "ZX" else ""
+
+
+def ending_error() -> str:
+    """Return type and first line of the error that ends this process or the caller's block; "" if there is none."""
+    uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a prompt goes on after an error
+    error = sys.exception() or uncaught
+    if error is None:
+        return ""
+    line = next(iter(str(error).strip().splitlines()), "")[:_LINE_LIMIT]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 @cache

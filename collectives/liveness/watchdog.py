@@ -11,7 +11,7 @@ from gangline.collectives.call_signature import CallSignature
 from gangline.collectives.compiled_core import CALLS_PER_POLL
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, StallError, name_ranks
 from gangline.collectives.limits import CLOSE_GRACE_SECONDS, MISMATCH_REPORT_SECONDS
-from gangline.collectives.liveness.membership import CLOSED, PROPOSALS, Membership
+from gangline.collectives.liveness.membership import PROPOSALS, Membership, has_closed
 from gangline.collectives.liveness.status_socket import Wait
 
 _log = logging.getLogger("gangline")
@@ -104,13 +104,15 @@ class Watchdog:
             self._raise(MismatchError("; ".join(sorted(texts))))
 
     def _check_gone(self, missing: set[int], now: float) -> None:
-        closed = [rank for rank in sorted(missing) if self._membership.gone.get(rank) == CLOSED]
+        closed = [rank for rank in sorted(missing) if has_closed(self._membership.gone.get(rank))]
         if not closed:
             self._closed_since = 0.0
         else:
             self._closed_since = self._closed_since or now
         needed = closed if closed and now - self._closed_since >= CLOSE_GRACE_SECONDS else []
-        dead = {rank: why for rank, why in sorted(self._membership.gone.items()) if why != CLOSED or rank in needed}
+        dead = {
+            rank: why for rank, why in sorted(self._membership.gone.items()) if not has_closed(why) or rank in needed
+        }
         if dead:
             reasons = {why: [rank for rank in dead if dead[rank] == why] for why in dead.values()}
             text = "; ".join(f"{name_ranks(ranks)} {why}" for why, ranks in reasons.items())
@@ -167,7 +169,7 @@ class Watchdog:
 
 
 def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
-    """Return the error for ranks in different calls, rank -> (sequence, code); its text is the same on all ranks."""
+    """Return the error for ranks in different calls, rank -> (sequence, code)."""
     numbered = len({sequence for sequence, _ in calls.values()}) > 1
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, call in sorted(calls.items()):
@@ -176,7 +178,9 @@ def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
         f"{name_ranks(ranks)}: {_text(code)}{f' as call {sequence}' if numbered else ''}"
         for (sequence, code), ranks in groups.items()
     ]
-    return MismatchError(f"ranks are at different calls: {'; '.join(texts)}")
+    names = {_text(code).partition("(")[0] for _, code in groups}
+    hint = hooks.explain_sizes() if len(names) == 1 and not numbered else ""
+    return MismatchError(f"ranks are at different calls: {'; '.join(texts)}{hint}")
 
 
 def _text(code: int) -> str:

@@ -48,5 +48,6 @@ def run(
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             frames = frames.tb_next
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(frames), frames
+        sys.excepthook(type(error), error, frames)
         raise SystemExit(1) from None

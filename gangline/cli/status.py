@@ -98,7 +98,9 @@ def _job(processes: Sequence[ProcessStatus], former: dict[int, ProcessStatus], s
         memory = f"{one.memory_bytes / 2**20:.0f} MiB"
         cells = one.name, str(one.process), state, cpu, memory, _rates(earlier, one, seconds), "".join(texts)
         table.add_row(*map(Text, cells))  # without rich's markup, which processes may have in their texts
-    return [table, *(_verdict(late, processes) for late in late_processes(processes, _LEAST_WAIT)), Text("")]
+    of_user = [one for one in processes if one.name.startswith(("worker", "rank"))] or processes
+    heading = Text(of_user[0].command, style="bold", overflow="ellipsis", no_wrap=True)
+    return [heading, table, *(_verdict(late, processes) for late in late_processes(processes, _LEAST_WAIT)), Text("")]
 
 
 def _rates(earlier: ProcessStatus | None, now: ProcessStatus, seconds: float) -> str:

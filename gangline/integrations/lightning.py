@@ -154,6 +154,12 @@ class Balance(Callback):
         if self.loader is not None:
             self.loader.current = None
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tell the other ranks which error ends this one."""
+        del trainer, pl_module
+        if self.loader is not None:
+            self.loader.__exit__(type(exception), exception, None)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the strategy and close the loader."""
         del pl_module, stage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,8 @@ class ProcessStatus:
     """Resident memory in bytes."""
     job: str = ""
     """Text that is equal for all processes of a job."""
+    command: str = ""
+    """Command line, with the name of its program in place of the path."""
     host: str = ""
     since: float = 0.0
     """Time of its start, in seconds since the epoch."""
@@ -117,6 +120,7 @@ def _ask(socket_name: str, inode: int, seconds: float) -> ProcessStatus | None:
             letter = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
             times, memory = found.cpu_times(), found.memory_info().rss
             job = job_name(found.environ(), found.ppid())
+            words = found.cmdline() or [found.name()]
     except (psutil.Error, OSError):
         return None
     answer: dict[str, Any] = {"job": job, "host": os.uname().nodename}
@@ -134,6 +138,7 @@ def _ask(socket_name: str, inode: int, seconds: float) -> ProcessStatus | None:
         answers=answers,
         cpu_seconds=times.user + times.system,
         memory_bytes=memory,
+        command=_printable(shlex.join([Path(words[0]).name, *words[1:]])),
         **known,
     )
 

@@ -31,7 +31,7 @@ from gangline.models.balance.gradient_weights import (
     replicated,
 )
 from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
-from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction, Signal
+from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction
 from gangline.models.balance.micro_batches import MicroBatches
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
@@ -259,7 +259,6 @@ class BalancedLoader:
         self._skip = 0  # samples of the next epoch that were handed out before `load_state_dict`
         self._seed: int | None = None  # rank 0's; each epoch's shuffle adds the number of the epoch
         self._batch: BalancedBatch | None = None
-        self._returned: Any = None  # data of the current batch
         self.weight = 1.0
         """Factor of this rank's gradient in the current batch."""
         self._iterations = 0
@@ -385,7 +384,7 @@ class BalancedLoader:
                 if timer is not None:
                     timer.start()
                 self._watch.start()
-                self._returned = batch
+                self._trained.data = batch
                 try:
                     yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
                 finally:
@@ -475,7 +474,7 @@ class BalancedLoader:
         minimum, is_sum = self._balance.split.minimum, self._loss_reduction == "sum"
         parts = MicroBatches(self._trained, whole, batch, minimum, self._count, self._begin_part, is_sum=is_sum)
         with waiting_for_ranks():
-            number = self._lockstep.most_parts(partial(parts.needed, self._returned, max_size, max_cost))
+            number = self._lockstep.most_parts(partial(parts.needed, self._trained.data, max_size, max_cost))
         parts.cut(number)
         return parts
 
@@ -546,7 +545,7 @@ class BalancedLoader:
         self._trained.begin(batch)
 
     def _end_batch(self) -> None:
-        self._batch = self._returned = None
+        self._batch = self._trained.data = None
         self._trained.begin(None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -601,7 +600,7 @@ class BalancedLoader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Close the loader; after an error the other ranks also raise an error in their next iteration."""
         if error is not None and not self._is_closed:
-            self._lockstep.leave(Signal.FAILED)
+            self._lockstep.fail(error)
         self.close()
 
     def close(self) -> None:
@@ -648,9 +647,10 @@ _iterations: weakref.WeakKeyDictionary[Any, BalancedLoader] = weakref.WeakKeyDic
 @atexit.register
 def _end_all() -> None:
     """Signal the other ranks that an error ends this process, and end iterations that a program has left open."""
-    if getattr(sys, "last_value", None) is not None and dist.is_initialized():
+    error = getattr(sys, "last_value", None)
+    if error is not None and dist.is_initialized():
         for lockstep in list(_open):
-            lockstep.leave(Signal.FAILED)
+            lockstep.fail(error)
     for iteration in list(_iterations):  # later, Python has taken away what they call
         with suppress(ValueError):  # it runs in another thread, or its process group was destroyed
             iteration.close()

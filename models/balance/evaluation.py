@@ -77,7 +77,7 @@ class EvaluationLoader(BalancedLoader):
         self._kept[:] = self.loads  # here, after the same message on all ranks
 
     def _end_batch(self) -> None:
-        self._batch = self._returned = None
+        self._batch = self._trained.data = None
         evaluated.clear()
 
 

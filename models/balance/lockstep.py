@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 import weakref
@@ -13,6 +14,7 @@ from enum import IntEnum
 from itertools import chain, count, takewhile
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from gangline.kvstore.nan_check import not_finite
@@ -21,10 +23,14 @@ from gangline.models.balance.gradient_weights import Reduction
 from gangline.models.balance.rank_balance import Measured, RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balanced_batch import NOTHING_COUNTS, BalancedBatch
+from gangline.models.console_log import log_to_stderr
 from gangline.models.data.batches import common_rows
 
 LEAVE_SECONDS = 60.0  # for other ranks to finish the batch in which this rank left the loop without a gradient
 EXIT_SECONDS = 5.0  # for other ranks to receive the last message of a process that an error ends
+
+_OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
+_log = logging.getLogger("gangline")
 
 Count = Callable[[Any], float | Tensor]  # the divisor of the mean loss of a batch
 LossReduction = Literal["mean", "sum", "normalized"]
@@ -337,7 +343,10 @@ class Lockstep:
         batch = "" if self._batch is None else f" in global batch {self._batch.number}"
         if Signal.FAILED in signals:
             self.is_open = False
-            raise RuntimeError(f"balance: {_listed(signals, Signal.FAILED)} ended with an error{batch}; see its output")
+            cause = self._causes(signals, Signal.FAILED)
+            raise RuntimeError(
+                f"balance: {_listed(signals, Signal.FAILED)} ended with an error{batch}{cause}; see its output"
+            )
         if Signal.PARTS in signals and (others := set(signals) - {Signal.PARTS}):
             self.is_open = False
             callers, silent = _listed(signals, Signal.PARTS), _listed(signals, *others)
@@ -347,12 +356,34 @@ class Lockstep:
         if Signal.REDUCED in signals and any(signal not in _IN_STEP for signal in signals):
             self.is_open = False
             left, absent = _listed(signals, Signal.LEFT), [s for s in Signal if s not in (*_IN_STEP, Signal.LEFT)]
+            if cause := self._causes(signals, Signal.LEFT):
+                raise RuntimeError(f"balance: {left} ended with an error{batch}{cause}; see its output")
             what = f"{left} left the loop" if left else f"{_listed(signals, *absent)} went on to the next batch"
             raise RuntimeError(
                 f"balance: {what} without a backward{batch}, while {_listed(signals, Signal.REDUCED)} ran it; expected "
                 "the same on all ranks, or loader.skip() where a rank has no gradient"
             )
         return signals
+
+    def fail(self, error: BaseException) -> None:
+        """Signal the other ranks that an error ends this rank, and tell them which."""
+        cause, batch = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}", self._batch
+        lacks_memory = isinstance(error, _OUT_OF_MEMORY) or "can't allocate memory" in str(error)  # on the host
+        if batch is not None and lacks_memory:
+            caps = [int(batch.total or sum(batch.counts))] * self._exchange.size
+            caps[self._exchange.rank] = max(int(batch.cost) // 2, 1)
+            cause = (
+                f"out of memory with a share of {int(batch.cost)}; limit the share of each rank, as by "
+                f"max_share={caps}, or call loader.skip() where the error is caught"
+            )
+            with log_to_stderr():
+                _log.error("balance: rank %d ended: %s", self._exchange.rank, cause)
+        self._exchange.tell_cause(cause)
+        self.leave(Signal.FAILED)
+
+    def _causes(self, signals: Sequence[Signal], wanted: Signal) -> str:
+        ranks = [rank for rank, signal in enumerate(signals) if signal is wanted]
+        return self._exchange.causes(ranks) if ranks else ""
 
     def end_backward(self) -> None:
         """Signal that this rank has computed its gradient, while it is reduced. Collective."""

@@ -8,6 +8,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend  # noqa: F401  registers the backend
 from gangline.kvstore.group.objects import pack_object, unpack_object
+
+CAUSE_SECONDS = 2.0  # from the last message of a rank that an error ends to the end of its process
 
 T = TypeVar("T")
 
@@ -45,6 +48,7 @@ class RankExchange:
         ranks = None if found is dist.group.WORLD else dist.get_process_group_ranks(found)
         # gloo hands each message to a thread, which costs milliseconds where a rank has one core.
         self._group = dist.new_group(ranks, backend="gangline", use_local_synchronization=ranks is not None)
+        self._store, self._key = dist.distributed_c10d._get_default_store(), f"gangline/ended/{self._group.group_name}"
         self._works: list[dist.Work] = []  # of the last message, if nothing has waited for it
         self.close = weakref.finalize(self, _destroy, self._group, self._works)
         """Destroy the process group; also called when this object is collected, and at the end of the process."""
@@ -114,6 +118,19 @@ class RankExchange:
         deadline = time.monotonic() + seconds
         while not all(work.is_completed() for work in self._works) and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def tell_cause(self, cause: str) -> None:
+        """Say why this rank ends, for `causes` of the other ranks. Not collective."""
+        with suppress(RuntimeError):  # the store has ended
+            self._store.set(f"{self._key}/{self.rank}", cause)
+
+    def causes(self, ranks: Sequence[int], seconds: float = CAUSE_SECONDS) -> str:
+        """Return what these ranks have told, or tell within ``seconds``, after ": "; else "". Not collective."""
+        keys = [f"{self._key}/{rank}" for rank in ranks]
+        with suppress(RuntimeError):  # they have said nothing, or the store has ended
+            self._store.wait(keys, timedelta(seconds=seconds))
+            return f": {'; '.join(self._store.get(key).decode() for key in keys)}"
+        return ""
 
     def _rows(self, numbers: Sequence[float], width: int) -> Tensor:
         rows = np.zeros((self.size, width))

@@ -73,6 +73,29 @@ def test_the_traceback_of_a_script_is_that_of_python(tmp_path: Path, text: str) 
     assert done.stderr.replace(SAID, "").strip() == alone.stderr.strip()
 
 
+ENDED = """\
+import signal
+import torch
+import torch.distributed as dist
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, when rank 1 has ended
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.slow
+def test_other_ranks_name_the_error_that_has_ended_one(tmp_path: Path) -> None:
+    (tmp_path / "ended.py").write_text(ENDED)
+    done = python(*torchrun("-m", "gangline", "run", tmp_path / "ended.py"), code=1)
+    assert (
+        "[rank0]: gangline.collectives.errors.DeadNodeError: rank 1 closed its communicator after OutOfMemoryError: "
+        "CUDA out of memory. Tried to allocate 2.00 GiB (rank 0 waited in all_reduce(3 x float32, sum))\n"
+    ) in done.stderr
+
+
 def test_a_missing_script_is_named() -> None:
     done = CliRunner().invoke(app, ["run", "missing.py"])
     assert isinstance(done.exception, UsageError)

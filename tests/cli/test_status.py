@@ -90,6 +90,7 @@ def test_a_late_worker_is_named_with_the_line_that_it_is_at(tmp_path: Path) -> N
     assert server["counters"] == {"rounds": 5, "received_bytes": 11 * 4000, "sent_bytes": 10 * 4000}
     (scheduler,) = processes["scheduler"]["parts"]
     assert scheduler["members"] == dict.fromkeys(["worker 0", "worker 1", "server 0"], "takes part")
+    assert f"{until}\nprocess " in table  # the command of the job
     assert "late: worker 1" in table
     assert "in wait_for" in table
 

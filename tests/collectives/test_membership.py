@@ -479,6 +479,23 @@ def test_groups_close_one_by_one_in_any_order_and_the_connection_ends(address: s
     assert in_processes(_close_in_any_order, 2, address) == [[CLOSED] * 2] * 2
 
 
+def _close_after_an_error(rank: Rank) -> None:
+    membership = open_membership(rank, "ipc")
+    if rank.rank == 0:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
+        except torch.OutOfMemoryError:
+            membership.close()
+    else:
+        until(lambda: membership.gone, membership)
+    rank.tell(membership.gone)
+
+
+def test_a_rank_that_closes_after_an_error_names_it() -> None:
+    why = f"{CLOSED} after OutOfMemoryError: CUDA out of memory."
+    assert in_processes(_close_after_an_error, 2) == [{}, {0: why}]
+
+
 def _count_rounds_of_split(rank: Rank) -> None:
     exchange = Mock(wraps=rank.exchange)
     comm = open_communicator(rank.rank, rank.size, exchange)

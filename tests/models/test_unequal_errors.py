@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,24 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     check_refused(train_what_a_thread_reads, "is read in thread 'prefetcher_0'", "around the loader that balance()")
     loader.close()
 
+    # A loop that trains a batch when it has read the next one.
+    pairs: DataLoader[Any] = DataLoader(torch.arange(16.0).reshape(16, 1), batch_size=4)
+    loader = gangline.balance(network, pairs, loads=[3, 1])
+    check_refused(lambda: [network(batch.clone()) for batch, _ in pairwise(loader)], "itertools.pairwise")
+    loader.close()
+    loader = gangline.balance(network, pairs, loads=[3, 1])
+    assert [network(batch).grad_fn is None for batch in islice(loader, 1, 2)] == [False]  # after one left out
+    loader.close()
+
+    # A gather of equal parts within a batch.
+    loader = gangline.balance(network, pairs, loads=[3, 1])
+    batch = next(iter(loader))
+    gather = partial(dist.all_gather, [torch.empty_like(batch)] * 2, batch)
+    if dist.get_backend() == "gangline":  # gloo ends the process
+        group = dist.new_group()
+        check_refused(partial(gather, group=group), "shares of [6, 2] samples", "use gangline.gather_rows")
+    loader.close()
+
     # A layer that is replaced while a batch is current has no weight.
     network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     loader = gangline.balance(network, plain, loads=[3, 1])
@@ -304,6 +323,33 @@ def late_parameters(comm: Communicator, path: str, backend: str) -> None:
 
 def test_parameters_that_no_wrapper_averages(tmp_path: Path) -> None:
     spawn(late_parameters, 2, str(tmp_path / "store"), "gangline", threads=1)
+
+
+def out_of_memory(comm: Communicator, path: str) -> str:
+    join(comm, path, "gloo")
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    loader = gangline.balance(model, DataLoader(Numbers(90), batch_size=4), loads=[3, 1])
+
+    def train() -> None:
+        with loader:
+            for number, batch in enumerate(loader):
+                if number == 1 and comm.rank == 1:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                model(batch.float()).sum().backward()
+
+    with pytest.raises(RuntimeError) as error:
+        train()
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+def test_all_ranks_say_that_one_ran_out_of_memory_and_what_to_set(tmp_path: Path) -> None:
+    first, second = spawn(out_of_memory, 2, str(tmp_path / "store"), threads=1)
+    assert second == "CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert first == (
+        "balance: rank 1 ended with an error in global batch 1: out of memory with a share of 2; limit the share of "
+        "each rank, as by max_share=[8, 1], or call loader.skip() where the error is caught; see its output"
+    )
 
 
 def killed(comm: Communicator, path: str, backend: str) -> None:
