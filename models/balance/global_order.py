@@ -22,12 +22,13 @@ from torch.utils.data import (
 )
 
 from gangline.collectives.errors import MismatchError
-from gangline.models.balance.rank_balance import RankBalance, Split
+from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.batches import length_of
 from gangline.models.data.lengths import Arrangement, Update
 from gangline.models.data.loaders import sampler_of
+from gangline.models.data.split import Split
 
 _CHUNK = 64  # global batches whose indices one message carries
 _COMPARED = 4096  # samples of a data set of which ranks compare whether their samplers draw them

@@ -13,22 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.kvstore import KVStore
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
-from gangline.models.data.lengths import Costs, Lengths, cut_by_cost, ranks_by_speed
+from gangline.models.data.lengths import Lengths
 from gangline.models.data.loaders import copy_loader
 from gangline.models.data.reader import Collate, Reader, base_dataset
+from gangline.models.data.split import split_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
 
 Item = tuple[Batch, Batch]
-_AHEAD = 4
-"""Batches to prefetch from data of unknown length, to know that at least as many steps follow."""
 _GATHERED_AHEAD = 1 << 20
 """Minimum bytes of a batch to gather in a thread: a thread switch takes 0.05 ms, gathering 1 MiB of rows 0.4 ms."""
 
@@ -46,8 +44,8 @@ class Source(abc.ABC):
     """The source's own random generator; checkpoints save its state."""
     is_shared = False
     """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
-    order: BatchOrder | None = None
-    """Samples of each batch, if the source chooses them."""
+    indices: Sequence[Any] | torch.Tensor = ()
+    """Samples of the last share, if the source chooses them."""
     reads_ahead = 0
     """Maximum number of batches after the current one whose samples are already chosen."""
     length_is_certain = False
@@ -58,32 +56,14 @@ class Source(abc.ABC):
         """Yield the batches of an epoch after its first ``skip``; call ``skipped`` after skipping."""
 
     def parts(
-        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
+        self,
+        workers: Workers,  # noqa: ARG002  of sources that the workers share
+        epoch: int,
+        skip: int = 0,
+        skipped: Callable[[], None] = _do_nothing,
     ) -> Iterator[Item | None]:
-        """Yield this worker's share of each step's batch; None if the share has no samples.
-
-        A share has no samples if the worker has no load, if none of its images can be read, or if the worker has run
-        out of its own batches while others have not. Collective if each worker has its own batches: synchronous workers
-        then exchange the number of steps certain to follow, at the start and whenever these steps are done.
-        """
-        items = self.epoch(epoch, skip, skipped)
-        if not workers.in_step:
-            yield from items
-            return
-        ahead: deque[Item] = deque()
-        batches = self.num_batches() if self.length_is_certain else None
-        own = None if batches is None else max(0, batches - skip)
-        while True:
-            if own is None:
-                ahead.extend(islice(items, _AHEAD - len(ahead)))
-            steps: int = max(workers.all_gather(len(ahead) if own is None else own, "next batches"))
-            if not steps:
-                if skip:  # draw and drop the batches, although none is left
-                    next(items, None)
-                return
-            for _ in range(steps):
-                yield ahead.popleft() if ahead else next(items, None)
-            own = None
+        """Yield this worker's share of each batch; None if it has no load, or none of its images can be read."""
+        return self.epoch(epoch, skip, skipped)
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -95,12 +75,9 @@ class Source(abc.ABC):
             return item
         raise ValueError("the data have no batches; expected at least one")
 
-    def number_of(self, workers: Workers, epoch: int, batch: int, sample: int, samples: int) -> int | None:
-        """Return the data index of one of the ``samples`` in a worker's share of a batch; None if unknown."""
-        if self.order is None:
-            return None
-        indices, _ = next(self.order.shares(epoch, batch, workers))
-        return int(indices[sample]) if len(indices) == samples else None  # else some samples could not be read
+    def number_of(self, sample: int, samples: int) -> int | None:
+        """Return the data index of one of the ``samples`` of the last share; None if unknown."""
+        return int(self.indices[sample]) if len(self.indices) == samples else None  # else some could not be read
 
     def num_batches(self) -> int | None:
         """Return the number of batches in an epoch; None if unknown."""
@@ -205,23 +182,15 @@ class BatchOrder:
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
-    def shares(self, epoch: int, skip: int, workers: Workers) -> Iterator[tuple[torch.Tensor, float | None]]:
-        """Yield one worker's indices of each batch after the first ``skip``, by the current loads, and their cost."""
-        for number, indices in islice(enumerate(self(epoch)), skip, None):
-            if self.lengths is None:
-                yield indices[workers.share(len(indices), number)], None
-                continue
-            costs = self.lengths.of(indices.tolist())
-            part = _part_of(workers, number, costs, padding=self.lengths.padding)
-            yield indices[part], self.lengths.cost(costs[part])
-
-
-def _part_of(workers: Workers, batch: int, costs: Costs, *, padding: bool) -> NDArray[np.int64]:
-    """Return the positions of a worker's part of a batch of these costs, by cost over load; none without a load."""
-    loads = workers.loads_of(batch)
-    ranks = [rank for rank in ranks_by_speed(loads, range(workers.count)) if loads[rank]]
-    parts = cut_by_cost(costs, [loads[rank] for rank in ranks], minimum=workers.minimum, padding=padding)
-    return dict(zip(ranks, parts, strict=True)).get(workers.rank, np.empty(0, np.int64))
+    def share(self, batch: torch.Tensor, workers: Workers) -> tuple[torch.Tensor, float | None]:
+        """Return one worker's part of a batch by the current loads, and its cost by ``lengths``, if any."""
+        if self.lengths is None:
+            return batch[workers.share(len(batch))], None
+        costs = self.lengths.of(batch.tolist())
+        split = split_of(workers.rank, workers.loads, workers.minimum)
+        [parts] = split.cut(costs, padding=self.lengths.padding)
+        part = parts[workers.rank]
+        return batch[part], self.lengths.cost(costs[part])
 
 
 class _Ordered(Source):
@@ -242,16 +211,25 @@ class _Ordered(Source):
         return self._shares(workers, epoch, skip)
 
     def _shares(self, workers: Workers, epoch: int, skip: int) -> Iterator[Item | None]:
-        costs: deque[float | None] = deque()  # of shares that are read ahead
+        """Yield this worker's shares; the loads cut each batch equally far ahead on all workers."""
+        batches = iter(self.order(epoch)[skip:])
+        known: deque[tuple[torch.Tensor, float | None]] = deque()  # not yet drawn by the reader
+        drawn: deque[tuple[torch.Tensor, float | None]] = deque()  # not yet read
+
+        def cut(number: int) -> None:
+            known.extend(self.order.share(batch, workers) for batch in islice(batches, number))
 
         def indices() -> Iterator[torch.Tensor]:
-            for share, cost in self.order.shares(epoch, skip, workers):
-                costs.append(cost)
-                yield share
+            while known:
+                drawn.append(known.popleft())
+                yield drawn[-1][0]
+            assert next(batches, None) is None, "the reader drew further ahead than reads_ahead"
 
+        cut(1 + max(self.reads_ahead, workers.reads_ahead))
         for item in self._items(indices(), epoch):
-            workers.share_cost = costs.popleft()
+            self.indices, workers.share_cost = drawn.popleft()
             yield item
+            cut(1)
 
     def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
         """Yield this worker's share of each step's batch until it leaves the job.
@@ -269,6 +247,7 @@ class _Ordered(Source):
                 expected = share, len(batch)
                 alike = [each[share] for each in batches[number:] if len(each) == len(batch)]
                 items = self._items(alike, epoch)
+            self.indices = batch[share]
             yield next(items)
 
     @abc.abstractmethod
