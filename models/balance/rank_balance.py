@@ -11,7 +11,7 @@ import torch
 
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
-from gangline.models.data.split import ranks_by_speed, split_of
+from gangline.models.data.shares import ranks_by_speed, split_of
 from gangline.models.elapsed_time import Measurements
 from gangline.models.rank_timer import RankTimer
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
-from gangline.models.data.lengths import Lengths
+from gangline.models.data.lengths import Arrangement, Lengths
 from gangline.models.data.loaders import copy_loader
 from gangline.models.data.reader import Collate, Reader, base_dataset
-from gangline.models.data.split import split_of
+from gangline.models.data.shares import Samples, ShareSampler, Split, split_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
@@ -43,7 +42,7 @@ class Source(abc.ABC):
     """The source's own random generator; checkpoints save its state."""
     is_shared = False
     """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
-    indices: Sequence[Any] | torch.Tensor = ()
+    indices: Samples = ()
     """Samples of the last share, if the source chooses them."""
     reads_ahead = 0
     """Maximum number of batches after the current one whose samples are already chosen."""
@@ -163,14 +162,14 @@ class BatchOrder:
     lengths: Lengths | None = None
     """Costs of the samples, by which batches are cut into shares; None: by the number of samples."""
 
-    def __call__(self, epoch: int) -> list[torch.Tensor]:
-        """Return the batches of an epoch."""
+    def batches(self, seed: int, skip: int) -> Iterator[Any]:
+        """Return the batches of an epoch after ``skip`` samples, permuted by ``seed``."""
         if self.shuffle:
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            order = torch.randperm(self.samples, generator=generator, device="cpu")
+            order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed), device="cpu")
         else:
             order = torch.arange(self.samples, device="cpu")
-        return list(torch.split(order, self.batch_size))
+        batches = (order[begin : begin + self.batch_size] for begin in range(skip, self.samples, self.batch_size))
+        return batches if self.lengths is None else (batch.tolist() for batch in batches)
 
     def plan(self) -> dict[str, Any]:
         """Return the settings that must be equal to resume a run within an epoch."""
@@ -178,18 +177,10 @@ class BatchOrder:
         lengths = plan.pop("lengths")
         return plan if lengths is None else {**plan, "lengths": lengths.checksum, "padding": lengths.padding}
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
+        """Number of batches of an epoch."""
         return -(-self.samples // self.batch_size)
-
-    def share(self, batch: torch.Tensor, workers: Workers) -> tuple[torch.Tensor, float | None]:
-        """Return one worker's part of a batch by the current loads, and its cost by ``lengths``, if any."""
-        if self.lengths is None:
-            return batch[workers.share(len(batch))], None
-        costs = self.lengths.of(batch.tolist())
-        split = split_of(workers.rank, workers.loads, workers.minimum)
-        [parts] = split.cut(costs, padding=self.lengths.padding)
-        part = parts[workers.rank]
-        return batch[part], self.lengths.cost(costs[part])
 
 
 class _Ordered(Source):
@@ -207,57 +198,57 @@ class _Ordered(Source):
         skipped()  # skipping draws no random numbers
         if isinstance(workers, ElasticWorkers):
             return self._parts_of_steps(workers, epoch, skip)
-        return self._shares(workers, epoch, skip)
+        ahead = max(self.reads_ahead, workers.reads_ahead)  # the same on all workers
+        return self._shares(lambda: split_of(workers.rank, workers.loads, workers.minimum), workers, epoch, skip, ahead)
 
-    def _shares(self, workers: Workers, epoch: int, skip: int) -> Iterator[Item | None]:
-        """Yield this worker's shares; the loads cut each batch equally far ahead on all workers."""
-        batches = iter(self.order(epoch)[skip:])
-        known: deque[tuple[torch.Tensor, float | None]] = deque()  # not yet drawn by the reader
-        drawn: deque[tuple[torch.Tensor, float | None]] = deque()  # not yet read
+    def _shares(
+        self, split: Callable[[], Split], workers: Workers, epoch: int, skip: int, ahead: int
+    ) -> Iterator[Item | None]:
+        lengths, seed = self.order.lengths, mixed_seed(self.order.seed, epoch)
+        sampler = ShareSampler(self.order, split, ahead, Arrangement(lengths) if lengths else None, repeats=False)
+        drawn: deque[Samples] = deque()  # not yet read
 
-        def cut(number: int) -> None:
-            known.extend(self.order.share(batch, workers) for batch in islice(batches, number))
+        def indices() -> Iterator[Samples]:
+            for samples in sampler:
+                drawn.append(samples)
+                yield samples
 
-        def indices() -> Iterator[torch.Tensor]:
-            while known:
-                drawn.append(known.popleft())
-                yield drawn[-1][0]
-            assert next(batches, None) is None, "the reader drew further ahead than reads_ahead"
-
-        cut(1 + max(self.reads_ahead, workers.reads_ahead))
-        for item in self._items(indices(), epoch):
-            self.indices, workers.share_cost = drawn.popleft()
+        for batch, item in sampler.shares(self._items(indices(), epoch), seed, skip * self.order.batch_size):
+            self.indices, workers.share_cost = drawn.popleft(), batch.cost if lengths else None
             yield item
-            cut(1)
+            sampler.read_ahead()
 
     def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
         """Yield this worker's share of each step's batch until it leaves the job.
 
         Prefetching assumes an equal share of the next batch; if the share differs, prefetching restarts there.
         """
-        batches = self.order(epoch)
-        expected: tuple[slice, int] | None = None
-        items: Iterator[Item | None] = iter(())
-        for number, batch in enumerate(batches[skip:], skip):
-            share = workers.share_of(epoch * len(batches) + number, len(batch))
+        order, split = self.order, split_of(0, [1.0])
+        shares: Iterator[Item | None] = iter(())
+
+        def current() -> Split:
+            return split
+
+        for number in range(skip, order.length):
+            size = min(order.batch_size, order.samples - number * order.batch_size)
+            share = workers.share_of(epoch * order.length + number, size)
             if share is None:
                 return
-            if (share, len(batch)) != expected:
-                expected = share, len(batch)
-                alike = [each[share] for each in batches[number:] if len(each) == len(batch)]
-                items = self._items(alike, epoch)
-            self.indices = batch[share]
-            yield next(items)
+            loads = [*map(float, (share.start, share.stop - share.start, size - share.stop))]  # its own is the second
+            if loads != split.loads:
+                split = split_of(1, loads)
+                shares = self._shares(current, workers, epoch, number, order.length)
+            yield next(shares)
 
     @abc.abstractmethod
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:
+    def _items(self, batches: Iterable[Samples], epoch: int) -> Iterator[Item | None]:
         """Yield the samples of each batch of indices; None for a batch without samples."""
 
     def plan(self) -> dict[str, Any]:
         return self.order.plan()
 
     def num_batches(self) -> int:
-        return len(self.order)
+        return self.order.length
 
 
 class _Arrays(_Ordered):
@@ -273,7 +264,7 @@ class _Arrays(_Ordered):
         copies = shuffle or pin  # otherwise batches are views
         self.reads_ahead = int(copies and per_sample * min(batch_size, samples) >= _GATHERED_AHEAD)
 
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:  # noqa: ARG002  inherited
+    def _items(self, batches: Iterable[Samples], epoch: int) -> Iterator[Item | None]:  # noqa: ARG002  inherited
         """Yield the samples of each batch; a thread gathers the next batch if batches are large."""
         if not self.reads_ahead:
             yield from map(self._select, batches)
@@ -286,7 +277,7 @@ class _Arrays(_Ordered):
                     yield ahead.popleft().result()
             yield from (future.result() for future in ahead)
 
-    def _select(self, indices: torch.Tensor) -> Item | None:
+    def _select(self, indices: Samples) -> Item | None:
         if not len(indices):
             return None
         index: Any = indices if self.order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
@@ -300,8 +291,9 @@ class _Samples(_Ordered):
     def __init__(self, reader: Reader, order: BatchOrder) -> None:
         self._reader, self.order, self.reads_ahead = reader, order, reader.reads_ahead
 
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:
-        for item in self._reader.read((indices.tolist() for indices in batches), epoch):
+    def _items(self, batches: Iterable[Samples], epoch: int) -> Iterator[Item | None]:
+        lists = (indices.tolist() if isinstance(indices, torch.Tensor) else [*indices] for indices in batches)
+        for item in self._reader.read(lists, epoch):
             yield _pair(item, "a batch of the dataset") if item is not None else None
 
     def close(self) -> None:

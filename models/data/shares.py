@@ -1,17 +1,22 @@
-"""Split: the parts of ranks and workers in a global batch, by number of samples or by cost."""
+"""Shares: the part of a rank or worker in each global batch, by number of samples or by cost."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Sampler
 
 from gangline.kvstore.workload import split_within
-from gangline.models.data.lengths import Costs, cost_of
+from gangline.models.balanced_batch import BalancedBatch
+from gangline.models.data.lengths import Arrangement, Costs, Update, cost_of
 
 _ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
 _FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
@@ -71,9 +76,122 @@ class Split(NamedTuple):
         return groups
 
 
-def split_of(rank: int, loads: list[float], minimum: int, caps: list[int | None] | None = None) -> Split:
+def split_of(rank: int, loads: list[float], minimum: int = 1, caps: list[int | None] | None = None) -> Split:
     """Return the split by these loads, as this rank sees it."""
     return Split(rank, loads, caps or [None] * len(loads), ranks_by_speed(loads, range(len(loads))), minimum)
+
+
+Samples = Sequence[Any]
+"""Indices of samples; a tensor if no ``lengths`` are given."""
+
+
+class Order(Protocol):
+    """Order of the samples of an epoch."""
+
+    @property
+    def length(self) -> int | None:
+        """Number of global batches of an epoch; None: unknown."""
+
+    def batches(self, seed: int, skip: int) -> Iterator[Any]:
+        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples."""
+
+
+class ShareSampler(Sampler[Any]):
+    """Batch sampler of one rank: consecutive slices of the global batches, or parts of equal cost.
+
+    A rank without samples gets the batch's first sample with weight 0, twice if the network needs two, so that it makes
+    the same steps.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        split: Callable[[], Split],
+        ahead: int,
+        arrangement: Arrangement | None,
+        *,
+        repeats: bool = True,
+    ) -> None:
+        """Cut an order by the present split, so far ahead that a loader can prefetch ``ahead`` batches.
+
+        Without ``repeats`` a rank without samples gets an empty batch.
+        """
+        self._order, self._split, self._ahead, self._arrangement = order, split, ahead, arrangement
+        self._repeats = repeats
+        self._known: deque[tuple[Samples | Update, Split]] = deque()  # global batches that are not drawn yet
+        self._drawn: deque[BalancedBatch] = deque()  # batches not returned yet
+        self._batches: Iterator[Samples | Update | None] = iter(())
+
+    def shares(self, loader: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
+        """Return this rank's shares of an epoch shuffled by ``seed``, without its first ``skip`` samples. Collective.
+
+        The order is read here, equally far ahead on every rank, and not when a DataLoader draws, because ranks whose
+        DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
+        """
+        self._known.clear()
+        self._drawn.clear()
+        self._batches = self._global_batches(seed, skip)
+        for _ in range(self._ahead + 1):
+            self.read_ahead()
+        for data in loader:
+            yield self._drawn.popleft(), data
+
+    def _global_batches(self, seed: int, skip: int) -> Iterator[Samples | Update | None]:
+        arrangement = self._arrangement
+        if arrangement is None or not arrangement.joins:
+            return self._order.batches(seed, skip)
+        return arrangement.batches(self._order.batches(seed, 0), seed, skip)
+
+    def read_ahead(self) -> None:
+        """Read the next global batch of the order. Collective."""
+        following = islice(self._batches, 1)
+        self._known.extend((batch, self._split()) for batch in following if batch is not None)
+
+    def __iter__(self) -> Iterator[Samples]:
+        """Draw the shares of the epoch that `shares` began."""
+        while self._known:
+            for batch, samples in shares_of(*self._known.popleft(), self._arrangement, repeats=self._repeats):
+                self._drawn.append(batch)
+                yield samples
+        assert next(self._batches, None) is None, "the DataLoader drew further ahead than num_workers x prefetch_factor"
+
+    def __len__(self) -> int:
+        """Return the number of global batches of an epoch."""
+        if self._order.length is None:
+            raise TypeError("the sampler has no length, so the number of batches is not known")
+        return self._order.length
+
+
+def shares_of(
+    whole: Samples | Update, split: Split, arrangement: Arrangement | None, *, repeats: bool = True
+) -> Iterator[tuple[BalancedBatch, Samples]]:
+    """Return this rank's share of a global batch, or of each batch of an update, with its samples."""
+    samples, steps = whole if isinstance(whole, Update) else (whole, 1)
+    if arrangement is None:
+        counts = split.counts(len(samples))
+        own, begin = counts[split.rank], sum(counts[: split.rank])
+        batch = BalancedBatch(samples=own, cost=own, agreed=len(samples))
+        yield batch, samples[begin : begin + own] if own else [samples[0]] * split.minimum * repeats
+        return
+    lengths = arrangement.lengths
+    costs = lengths.of(samples)
+    for places in split.cut(costs, steps, padding=lengths.padding):
+        counts, part = [*map(len, places)], costs[places[split.rank]]
+        if not any(counts):
+            raise ValueError(
+                f"an update has {len(samples)} samples for {steps} steps of shares of {split.minimum} samples or "
+                "more; expected a larger global_batch, or accumulate=1"
+            )
+        batch = BalancedBatch(
+            samples=len(part),
+            cost=lengths.cost(part),
+            costs=lengths.in_batch(part),
+            places=places,
+            total=sum(float(costs[each].sum()) for each in places),
+            agreed=sum(counts) + (zlib.crc32(repr(counts).encode()) << 20),
+        )
+        repeated = [samples[int(costs.argmin())]] * split.minimum * repeats
+        yield batch, [samples[place] for place in places[split.rank]] or repeated
 
 
 def ranks_by_speed(speeds: Sequence[float], before: Sequence[int]) -> list[int]:
