@@ -1,4 +1,4 @@
-"""Data sets, folders of images, and batches whose size follows the number of workers."""
+"""Data sets and folders of images."""
 
 from __future__ import annotations
 
@@ -11,5 +11,4 @@ from gangline.models.data.images.augmentation import Augmentation as Augmentatio
 from gangline.models.data.images.folder import ImageFolder as ImageFolder
 from gangline.models.data.images.patches import ImagePatches as ImagePatches
 from gangline.models.data.images.patches import class_weights as class_weights
-from gangline.models.data.sources import ElasticBatches as ElasticBatches
 from gangline.models.data.sources import read_speed as read_speed

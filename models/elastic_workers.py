@@ -56,7 +56,7 @@ class ElasticWorkers(Workers):
         self.first_sample = 0 if share is None else share.start
         return share
 
-    def share(self, samples: int, batch: int | None = None) -> slice:  # noqa: ARG002  inherited
+    def share(self, samples: int) -> slice:
         """Return all samples, because data that is not trained on, as in validation, is not shared."""
         return slice(0, samples)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ class Workers:
         """True if the loads follow measured speeds."""
         self.loads = _loads(words, self.count) if self.count > 1 else [1.0]
         """Newest loads of the workers, equal on all of them."""
-        self._loads_of_epoch: list[tuple[int, list[float]]] = [(0, self.loads)]  # (first batch, loads), in order
+        self.reads_ahead = 0
+        """Number of batches ahead at which the loads cut a batch, because a worker may read that far."""
         self.first_context = sum(contexts for contexts, _ in gathered[: self.rank])
         """Job-wide index of this worker's first context."""
 
@@ -73,23 +74,9 @@ class Workers:
         """True if other workers may take part in a step, so that this one's share of a batch can be empty."""
         return self.count > 1
 
-    def share(self, samples: int, batch: int | None = None) -> slice:
-        """Return this worker's slice of a batch, by its index in the epoch or by the newest loads; it can be empty."""
-        loads = self.loads if batch is None else self.loads_of(batch)
-        return split_batch(samples, loads, self.minimum)[self.rank]
-
-    def loads_of(self, batch: int) -> list[float]:
-        """Return the loads that split the batch with this index in the current epoch."""
-        return next(loads for first, loads in reversed(self._loads_of_epoch) if first <= batch)
-
-    def set_loads(self, loads: Sequence[float], first_batch: int = 0) -> None:
-        """Change the loads from a batch of the epoch on; 0: an epoch begins.
-
-        All workers must call it between the same batches, with the same arguments.
-        """
-        self.loads = list(loads)
-        earlier = [(first, before) for first, before in self._loads_of_epoch if first < first_batch]
-        self._loads_of_epoch = [*earlier, (first_batch, self.loads)]
+    def share(self, samples: int) -> slice:
+        """Return this worker's slice of a batch; it can be empty."""
+        return split_batch(samples, self.loads, self.minimum)[self.rank]
 
     def all_gather(self, value: Any, name: str) -> list[Any]:
         """Return every worker's plain data and tensors in rank order; calls are compared by name. Collective.

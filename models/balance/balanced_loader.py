@@ -22,7 +22,7 @@ from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.kvstore.replica_check import ReplicaCheck, check_interval
 from gangline.kvstore.workload import check_work_load_list
-from gangline.models.balance.global_order import GlobalOrder, ShareSampler, check_global_batch
+from gangline.models.balance.global_order import GlobalOrder, check_global_batch
 from gangline.models.balance.gradient_weights import (
     GradientWeights,
     check_not_balanced,
@@ -41,6 +41,7 @@ from gangline.models.data.accelerate_loaders import accumulated_steps, read_uneq
 from gangline.models.data.lengths import Arrangement, arrangement_of
 from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
 from gangline.models.data.same_data import check_same_data, describe_data
+from gangline.models.data.shares import ShareSampler
 from gangline.models.ignored_labels import LabelWatch
 from gangline.models.rank_timer import RankTimer
 
@@ -222,7 +223,8 @@ class BalancedLoader:
         else:
             if self._order.of_all_ranks:
                 self._order.rank_lengths = of_orders
-            self._source = self._sampler_type(self._order, self._balance, ahead, arrangement)
+            balance = self._balance
+            self._source = self._sampler_type(self._order, lambda: balance.split, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._sized: Any = self._order or self._source  # knows the samples of a global batch

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balance.balanced_loader import BalancedLoader as BalancedLoader
-from gangline.models.balance.global_order import ShareSampler
 from gangline.models.balance.gradient_weights import wrapper_of
 from gangline.models.balance.rank_exchange import group_of
 from gangline.models.balanced_batch import BalancedBatch, evaluated
+from gangline.models.data.shares import ShareSampler
 from gangline.models.rank_timer import RankTimer
 
 _P = ParamSpec("_P")
@@ -27,7 +27,7 @@ class EvaluationSampler(ShareSampler):
     """Batch sampler of one rank, whose share is never empty."""
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        return without_empty_shares(super()._global_batches(seed, skip), len(self._balance.split.loads))
+        return without_empty_shares(super()._global_batches(seed, skip), len(self._split().loads))
 
 
 class EvaluationLoader(BalancedLoader):

@@ -1,11 +1,9 @@
-"""Global order: the batches of all ranks together, as indices of the data set; and the sampler of one rank's part."""
+"""Global order: the batches of all ranks together, as indices of the data set."""
 
 from __future__ import annotations
 
 import copy
-import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice, starmap, zip_longest
 from typing import Any
 
@@ -17,16 +15,12 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
 from gangline.collectives.errors import MismatchError
-from gangline.models.balance.rank_balance import RankBalance, Split
 from gangline.models.balance.rank_exchange import RankExchange
-from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.batches import length_of
-from gangline.models.data.lengths import Arrangement, Update
 from gangline.models.data.loaders import sampler_of
 
 _CHUNK = 64  # global batches whose indices one message carries
@@ -191,88 +185,3 @@ def _skipped(lists: Iterator[Sequence[Any]], samples: int) -> Iterator[Sequence[
         if samples <= 0:
             yield each
         samples -= len(each)
-
-
-class ShareSampler(Sampler[list[Any]]):
-    """Batch sampler of one rank: consecutive slices of the global batches, or parts of equal cost.
-
-    A rank without samples gets the batch's first sample with weight 0, twice if the network needs two, so that it makes
-    the same steps.
-    """
-
-    def __init__(self, order: GlobalOrder, balance: RankBalance, ahead: int, arrangement: Arrangement | None) -> None:
-        """Cut an order; each rank's DataLoader prefetches at most ``ahead`` batches."""
-        self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
-        self._known: deque[tuple[list[Any] | Update, Split]] = deque()  # global batches that are not drawn yet
-        self._drawn: deque[BalancedBatch] = deque()  # batches not returned yet
-        self._batches: Iterator[list[Any] | Update | None] = iter(())
-
-    def shares(self, loader: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
-        """Return this rank's shares of an epoch shuffled by ``seed``, without its first ``skip`` samples. Collective.
-
-        The order is read here, equally far ahead on every rank, and not when a DataLoader draws, because ranks whose
-        DataLoaders draw at different times would wait for each other. The loader draws from this sampler.
-        """
-        self._known.clear()
-        self._drawn.clear()
-        self._batches = self._global_batches(seed, skip)
-        for _ in range(self._ahead + 1):
-            self.read_ahead()
-        for data in loader:
-            yield self._drawn.popleft(), data
-
-    def _global_batches(self, seed: int, skip: int) -> Iterator[list[Any] | Update | None]:
-        arrangement = self._arrangement
-        if arrangement is None or not arrangement.joins:
-            return self._order.batches(seed, skip)
-        return arrangement.batches(self._order.batches(seed, 0), seed, skip)
-
-    def read_ahead(self) -> None:
-        """Read the next global batch of the order. Collective."""
-        following = islice(self._batches, 1)
-        self._known.extend((batch, self._balance.split) for batch in following if batch is not None)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Draw the shares of the epoch that `shares` began."""
-        while self._known:
-            for batch, samples in shares_of(*self._known.popleft(), self._arrangement):
-                self._drawn.append(batch)
-                yield samples
-        assert next(self._batches, None) is None, "the DataLoader drew further ahead than num_workers x prefetch_factor"
-
-    def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-        if self._order.length is None:
-            raise TypeError("the sampler has no length, so the number of batches is not known")
-        return self._order.length
-
-
-def shares_of(
-    whole: list[Any] | Update, split: Split, arrangement: Arrangement | None
-) -> Iterator[tuple[BalancedBatch, list[Any]]]:
-    """Return this rank's share of a global batch, or of each batch of an update, with its samples."""
-    samples, steps = whole if isinstance(whole, Update) else (whole, 1)
-    if arrangement is None:
-        counts = split.counts(len(samples))
-        own, begin = counts[split.rank], sum(counts[: split.rank])
-        batch = BalancedBatch(samples=own, cost=own, agreed=len(samples))
-        yield batch, samples[begin : begin + own] or samples[:1] * split.minimum
-        return
-    lengths = arrangement.lengths
-    costs = lengths.of(samples)
-    for places in split.cut(costs, steps, padding=lengths.padding):
-        counts, part = [*map(len, places)], costs[places[split.rank]]
-        if not any(counts):
-            raise ValueError(
-                f"an update has {len(samples)} samples for {steps} steps of shares of {split.minimum} samples or "
-                "more; expected a larger global_batch, or accumulate=1"
-            )
-        batch = BalancedBatch(
-            samples=len(part),
-            cost=lengths.cost(part),
-            costs=lengths.in_batch(part),
-            places=places,
-            total=sum(float(costs[each].sum()) for each in places),
-            agreed=sum(counts) + (zlib.crc32(repr(counts).encode()) << 20),
-        )
-        yield batch, [samples[place] for place in places[split.rank]] or [samples[int(costs.argmin())]] * split.minimum

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from gangline.models.balance.global_order import check_global_batch, shares_of
+from gangline.models.balance.global_order import check_global_batch
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.batches import length_of
 from gangline.models.data.joined_batches import JoinedBatches
 from gangline.models.data.lengths import Arrangement
 from gangline.models.data.loaders import own_iteration
+from gangline.models.data.shares import Samples, shares_of
 
 Stream = Literal["sharded", "replicated"]
 _END = object()
@@ -135,7 +136,7 @@ class IterableBatches:
 
     def _cut(
         self, arrangement: Arrangement, samples: Iterator[Any], seed: int, skip: int
-    ) -> Iterator[tuple[BalancedBatch, list[Any]]]:
+    ) -> Iterator[tuple[BalancedBatch, Samples]]:
         """Return this rank's part of each global batch of the same stream, by cost."""
         order = iter(lambda: list(islice(samples, self.size)), [])  # `resize` holds from the next batch on
         if not arrangement.joins:

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gangline.kvstore.workload import split_within
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
-from gangline.models.data.lengths import cost_of, cut_by_cost, ranks_by_speed
+from gangline.models.data.shares import ranks_by_speed, split_of
 from gangline.models.elapsed_time import Measurements
 from gangline.models.rank_timer import RankTimer
 
 _log = logging.getLogger("gangline")
-_ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
 PARTS = 4096  # into which the cost of a global batch can be cut
 _USED = 0.9  # part of the free memory for growing shares; the remainder is for fragmentation
 _COMPARED = 32  # batches whose times show whether lengths explain them
@@ -31,58 +29,6 @@ class Measured(NamedTuple):
     seconds: float = 0.0  # of the batches whose time is known since the last message, without waits for other ranks
     cost: float = 0.0  # of these batches: samples, or what ``lengths`` count
     limit: float = 0.0  # largest cost of a share that fits into the memory of the rank; 0: unknown
-
-
-class Split(NamedTuple):
-    """Parts of the ranks in a global batch, the same on all ranks."""
-
-    rank: int  # this one
-    loads: list[float]
-    caps: list[int | None]
-    order: list[int]  # ranks, that of the longest samples first
-    minimum: int
-
-    def counts(self, size: int) -> list[int]:
-        """Return each rank's samples in a global batch of ``size``; no share is empty if there are enough samples."""
-        return split_within(size, self.loads, self.caps, self.minimum)
-
-    def part_of(self, budget: float) -> float:
-        """Return this rank's part of the cost of a global batch, within its limit of memory."""
-        part, cap = budget * self.loads[self.rank] / sum(self.loads), self.caps[self.rank]
-        return part if cap is None else min(part, cap)
-
-    def cut(self, costs: Any, steps: int = 1, *, padding: bool = True) -> list[list[Any]]:
-        """Return the positions of each rank's samples in each of ``steps`` global batches of these costs together.
-
-        Ranks need not wait for each other between these batches. Of ranks of similar speed the one that has the least
-        of the update so far gets the next larger part, so that all end the update together.
-        """
-        parts = [rank for _ in range(steps) for rank in self.order]
-        caps, size = [self.caps[rank] for rank in parts], len(self.order)
-        cut = cut_by_cost(costs, [self.loads[rank] for rank in parts], caps, self.minimum, padding=padding)
-        found, spent = [], [0.0] * size
-        for begin in range(0, len(parts), size):
-            of_rank = dict(zip(self.order, cut[begin : begin + size], strict=True))
-            for ranks in self._alike() if steps > 1 else ():
-                own = {rank: cost_of(costs[of_rank[rank]], padding=padding) for rank in ranks}
-                largest = [of_rank[rank] for rank in sorted(ranks, key=own.__getitem__, reverse=True)]
-                for rank, part in zip(sorted(ranks, key=spent.__getitem__), largest, strict=True):
-                    of_rank[rank] = part
-                    spent[rank] += cost_of(costs[part], padding=padding) / self.loads[rank]
-            found.append([of_rank[rank] for rank in range(size)])
-        return found
-
-    def _alike(self) -> list[list[int]]:
-        """Return groups of ranks of similar speed and the same cap, in order."""
-        groups: list[list[int]] = []
-        for rank in self.order:
-            first = groups[-1][0] if groups else rank
-            ratio = self.loads[rank] / self.loads[first]
-            if groups and 1 / _ALIKE <= ratio <= _ALIKE and self.caps[rank] == self.caps[first]:
-                groups[-1].append(rank)
-            else:
-                groups.append([rank])
-        return groups
 
 
 class RankBalance:
@@ -115,8 +61,7 @@ class RankBalance:
         names, parts = [f"rank {number}" for number in range(len(loads))], PARTS if by_cost else None
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
         self._kept_caps = list(caps or [None] * len(loads))  # the user's, or after an out-of-memory error
-        order = ranks_by_speed(loads, range(len(loads)))
-        self.split = Split(rank, [*map(float, loads)], self._kept_caps[:], order, minimum)
+        self.split = split_of(rank, [*map(float, loads)], minimum, self._kept_caps[:])
         """Cut of a global batch whose samples are read now."""
         self._measurements = Measurements()
         self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message

@@ -1,11 +1,9 @@
-"""Lengths of samples: what they and their batches cost, parts of equal cost, and batches of similar lengths."""
+"""Lengths of samples: what they and their batches cost, and batches of similar lengths."""
 
 from __future__ import annotations
 
-import math
 import random
 import zlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,8 +17,6 @@ from gangline.models.data.batches import length_of
 from gangline.models.data.loaders import own_iteration
 
 Costs = NDArray[np.float64]
-_FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
-_PRECISION = 0.005  # relative, of the time of a step
 
 
 class Lengths:
@@ -116,91 +112,6 @@ def cost_of(costs: Costs, *, padding: bool) -> float:
     if not len(costs):
         return 0.0
     return float(costs.max() * len(costs) if padding else costs.sum())
-
-
-def ranks_by_speed(speeds: Sequence[float], before: Sequence[int]) -> list[int]:
-    """Return the ranks, fastest first; ranks of similar speed stay as they were before.
-
-    Costs do not tell all: if long samples take more time than their cost says, the rank that has them seems slower. It
-    keeps them, so that its speed is that of its samples.
-    """
-    order = list(before)
-    for end in range(1, len(order)):
-        for place in range(end, 0, -1):
-            if speeds[order[place]] <= _FASTER * speeds[order[place - 1]]:
-                break
-            order[place - 1 : place + 1] = order[place], order[place - 1]
-    return order
-
-
-def cut_by_cost(
-    costs: Costs,
-    speeds: Sequence[float],
-    caps: Sequence[float | None] | None = None,
-    minimum: int = 1,
-    *,
-    padding: bool = True,
-) -> list[NDArray[np.int64]]:
-    """Cut samples into consecutive parts in descending order of cost, so that the slowest part finishes first.
-
-    A part's time is its cost over its speed; its cost with ``padding`` is its number of samples times its largest cost,
-    else the sum. For a given time the first part takes what fits, then the second one, and so on; the least time in
-    which all samples fit is found by bisection, to 0.5 %.
-
-    Args:
-        costs: cost of each sample.
-        speeds: relative speed of each part, above 0; the first part gets the largest costs.
-        caps: maximum cost of each part; None: no limit. Caps that cannot hold the samples are scaled up.
-        minimum: smallest number of samples in a part, if there are enough samples for all parts.
-        padding: True if a part is padded to its longest sample.
-
-    Returns:
-        The positions of each part's samples, ascending. With fewer samples than parts the last parts are empty.
-    """
-    samples, parts = len(costs), len(speeds)
-    if not costs.any():
-        costs = np.ones_like(costs)
-    order = np.argsort(-costs, kind="stable")
-    descending = costs[order].tolist()
-    sums = [0.0, *np.cumsum(costs[order]).tolist()]
-    able = min(parts, max(1, samples // minimum))
-    limits = [math.inf if cap is None else float(cap) for cap in (caps or [None] * parts)[:able]]
-    pairs = list(zip(speeds[:able], limits, strict=True))
-
-    def counts_within(seconds: float, scale: float) -> list[int] | None:
-        begin, counts, kept = 0, [], samples - minimum * able
-        for speed, cap in pairs:
-            kept += minimum  # left for this part, when the others have the minimum
-            most = kept - begin if able > 1 else samples
-            limit = min(seconds * speed, scale * cap)
-            if not padding:
-                count = bisect_right(sums, sums[begin] + limit, begin, begin + most + 1) - 1 - begin
-            elif descending[begin] * most <= limit:
-                count = most
-            else:
-                count = int(limit / descending[begin] * (1 + 1e-12))
-            if count < minimum and count < samples:
-                return None
-            counts.append(count)
-            begin += count
-        return counts if begin == samples else None
-
-    low = sums[-1] / sum(speeds[:able])
-    high, scale, counts = low, 1.0, None
-    while counts is None:
-        low, high = high, high * 1.5
-        counts = counts_within(high, scale)
-        if counts is None and counts_within(math.inf, scale) is None:
-            scale *= 1.1  # the caps cannot hold the samples
-    while high - low > _PRECISION * low:
-        middle = (low + high) / 2
-        if (found := counts_within(middle, scale)) is None:
-            low = middle
-        else:
-            counts, high = found, middle
-    ends = np.cumsum(counts)
-    cut = [np.sort(part) for part in np.split(order, ends[:-1])]
-    return cut + [order[:0]] * (parts - able)
 
 
 @dataclass(frozen=True)

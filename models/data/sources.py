@@ -8,27 +8,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from gangline.kvstore import KVStore
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
-from gangline.models.data.lengths import Costs, Lengths, cut_by_cost, ranks_by_speed
+from gangline.models.data.lengths import Arrangement, Lengths
 from gangline.models.data.loaders import copy_loader
 from gangline.models.data.reader import Collate, Reader, base_dataset
+from gangline.models.data.shares import Samples, ShareSampler, Split, split_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
 
 Item = tuple[Batch, Batch]
-_AHEAD = 4
-"""Batches to prefetch from data of unknown length, to know that at least as many steps follow."""
 _GATHERED_AHEAD = 1 << 20
 """Minimum bytes of a batch to gather in a thread: a thread switch takes 0.05 ms, gathering 1 MiB of rows 0.4 ms."""
 
@@ -46,8 +42,8 @@ class Source(abc.ABC):
     """The source's own random generator; checkpoints save its state."""
     is_shared = False
     """True if it holds the whole job's data and each worker takes its share; False if it holds this worker's only."""
-    order: BatchOrder | None = None
-    """Samples of each batch, if the source chooses them."""
+    indices: Samples = ()
+    """Samples of the last share, if the source chooses them."""
     reads_ahead = 0
     """Maximum number of batches after the current one whose samples are already chosen."""
     length_is_certain = False
@@ -58,32 +54,14 @@ class Source(abc.ABC):
         """Yield the batches of an epoch after its first ``skip``; call ``skipped`` after skipping."""
 
     def parts(
-        self, workers: Workers, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing
+        self,
+        workers: Workers,  # noqa: ARG002  of sources that the workers share
+        epoch: int,
+        skip: int = 0,
+        skipped: Callable[[], None] = _do_nothing,
     ) -> Iterator[Item | None]:
-        """Yield this worker's share of each step's batch; None if the share has no samples.
-
-        A share has no samples if the worker has no load, if none of its images can be read, or if the worker has run
-        out of its own batches while others have not. Collective if each worker has its own batches: synchronous workers
-        then exchange the number of steps certain to follow, at the start and whenever these steps are done.
-        """
-        items = self.epoch(epoch, skip, skipped)
-        if not workers.in_step:
-            yield from items
-            return
-        ahead: deque[Item] = deque()
-        batches = self.num_batches() if self.length_is_certain else None
-        own = None if batches is None else max(0, batches - skip)
-        while True:
-            if own is None:
-                ahead.extend(islice(items, _AHEAD - len(ahead)))
-            steps: int = max(workers.all_gather(len(ahead) if own is None else own, "next batches"))
-            if not steps:
-                if skip:  # draw and drop the batches, although none is left
-                    next(items, None)
-                return
-            for _ in range(steps):
-                yield ahead.popleft() if ahead else next(items, None)
-            own = None
+        """Yield this worker's share of each batch; None if it has no load, or none of its images can be read."""
+        return self.epoch(epoch, skip, skipped)
 
     @abc.abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -95,12 +73,9 @@ class Source(abc.ABC):
             return item
         raise ValueError("the data have no batches; expected at least one")
 
-    def number_of(self, workers: Workers, epoch: int, batch: int, sample: int, samples: int) -> int | None:
-        """Return the data index of one of the ``samples`` in a worker's share of a batch; None if unknown."""
-        if self.order is None:
-            return None
-        indices, _ = next(self.order.shares(epoch, batch, workers))
-        return int(indices[sample]) if len(indices) == samples else None  # else some samples could not be read
+    def number_of(self, sample: int, samples: int) -> int | None:
+        """Return the data index of one of the ``samples`` of the last share; None if unknown."""
+        return int(self.indices[sample]) if len(self.indices) == samples else None  # else some could not be read
 
     def num_batches(self) -> int | None:
         """Return the number of batches in an epoch; None if unknown."""
@@ -187,14 +162,14 @@ class BatchOrder:
     lengths: Lengths | None = None
     """Costs of the samples, by which batches are cut into shares; None: by the number of samples."""
 
-    def __call__(self, epoch: int) -> list[torch.Tensor]:
-        """Return the batches of an epoch."""
+    def batches(self, seed: int, skip: int) -> Iterator[Any]:
+        """Return the batches of an epoch after ``skip`` samples, permuted by ``seed``."""
         if self.shuffle:
-            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            order = torch.randperm(self.samples, generator=generator, device="cpu")
+            order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed), device="cpu")
         else:
             order = torch.arange(self.samples, device="cpu")
-        return list(torch.split(order, self.batch_size))
+        batches = (order[begin : begin + self.batch_size] for begin in range(skip, self.samples, self.batch_size))
+        return batches if self.lengths is None else (batch.tolist() for batch in batches)
 
     def plan(self) -> dict[str, Any]:
         """Return the settings that must be equal to resume a run within an epoch."""
@@ -202,26 +177,10 @@ class BatchOrder:
         lengths = plan.pop("lengths")
         return plan if lengths is None else {**plan, "lengths": lengths.checksum, "padding": lengths.padding}
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
+        """Number of batches of an epoch."""
         return -(-self.samples // self.batch_size)
-
-    def shares(self, epoch: int, skip: int, workers: Workers) -> Iterator[tuple[torch.Tensor, float | None]]:
-        """Yield one worker's indices of each batch after the first ``skip``, by the current loads, and their cost."""
-        for number, indices in islice(enumerate(self(epoch)), skip, None):
-            if self.lengths is None:
-                yield indices[workers.share(len(indices), number)], None
-                continue
-            costs = self.lengths.of(indices.tolist())
-            part = _part_of(workers, number, costs, padding=self.lengths.padding)
-            yield indices[part], self.lengths.cost(costs[part])
-
-
-def _part_of(workers: Workers, batch: int, costs: Costs, *, padding: bool) -> NDArray[np.int64]:
-    """Return the positions of a worker's part of a batch of these costs, by cost over load; none without a load."""
-    loads = workers.loads_of(batch)
-    ranks = [rank for rank in ranks_by_speed(loads, range(workers.count)) if loads[rank]]
-    parts = cut_by_cost(costs, [loads[rank] for rank in ranks], minimum=workers.minimum, padding=padding)
-    return dict(zip(ranks, parts, strict=True)).get(workers.rank, np.empty(0, np.int64))
 
 
 class _Ordered(Source):
@@ -239,47 +198,57 @@ class _Ordered(Source):
         skipped()  # skipping draws no random numbers
         if isinstance(workers, ElasticWorkers):
             return self._parts_of_steps(workers, epoch, skip)
-        return self._shares(workers, epoch, skip)
+        ahead = max(self.reads_ahead, workers.reads_ahead)  # the same on all workers
+        return self._shares(lambda: split_of(workers.rank, workers.loads, workers.minimum), workers, epoch, skip, ahead)
 
-    def _shares(self, workers: Workers, epoch: int, skip: int) -> Iterator[Item | None]:
-        costs: deque[float | None] = deque()  # of shares that are read ahead
+    def _shares(
+        self, split: Callable[[], Split], workers: Workers, epoch: int, skip: int, ahead: int
+    ) -> Iterator[Item | None]:
+        lengths, seed = self.order.lengths, mixed_seed(self.order.seed, epoch)
+        sampler = ShareSampler(self.order, split, ahead, Arrangement(lengths) if lengths else None, repeats=False)
+        drawn: deque[Samples] = deque()  # not yet read
 
-        def indices() -> Iterator[torch.Tensor]:
-            for share, cost in self.order.shares(epoch, skip, workers):
-                costs.append(cost)
-                yield share
+        def indices() -> Iterator[Samples]:
+            for samples in sampler:
+                drawn.append(samples)
+                yield samples
 
-        for item in self._items(indices(), epoch):
-            workers.share_cost = costs.popleft()
+        for batch, item in sampler.shares(self._items(indices(), epoch), seed, skip * self.order.batch_size):
+            self.indices, workers.share_cost = drawn.popleft(), batch.cost if lengths else None
             yield item
+            sampler.read_ahead()
 
     def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
         """Yield this worker's share of each step's batch until it leaves the job.
 
         Prefetching assumes an equal share of the next batch; if the share differs, prefetching restarts there.
         """
-        batches = self.order(epoch)
-        expected: tuple[slice, int] | None = None
-        items: Iterator[Item | None] = iter(())
-        for number, batch in enumerate(batches[skip:], skip):
-            share = workers.share_of(epoch * len(batches) + number, len(batch))
+        order, split = self.order, split_of(0, [1.0])
+        shares: Iterator[Item | None] = iter(())
+
+        def current() -> Split:
+            return split
+
+        for number in range(skip, order.length):
+            size = min(order.batch_size, order.samples - number * order.batch_size)
+            share = workers.share_of(epoch * order.length + number, size)
             if share is None:
                 return
-            if (share, len(batch)) != expected:
-                expected = share, len(batch)
-                alike = [each[share] for each in batches[number:] if len(each) == len(batch)]
-                items = self._items(alike, epoch)
-            yield next(items)
+            loads = [*map(float, (share.start, share.stop - share.start, size - share.stop))]  # its own is the second
+            if loads != split.loads:
+                split = split_of(1, loads)
+                shares = self._shares(current, workers, epoch, number, order.length)
+            yield next(shares)
 
     @abc.abstractmethod
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:
+    def _items(self, batches: Iterable[Samples], epoch: int) -> Iterator[Item | None]:
         """Yield the samples of each batch of indices; None for a batch without samples."""
 
     def plan(self) -> dict[str, Any]:
         return self.order.plan()
 
     def num_batches(self) -> int:
-        return len(self.order)
+        return self.order.length
 
 
 class _Arrays(_Ordered):
@@ -295,7 +264,7 @@ class _Arrays(_Ordered):
         copies = shuffle or pin  # otherwise batches are views
         self.reads_ahead = int(copies and per_sample * min(batch_size, samples) >= _GATHERED_AHEAD)
 
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:  # noqa: ARG002  inherited
+    def _items(self, batches: Iterable[Samples], epoch: int) -> Iterator[Item | None]:  # noqa: ARG002  inherited
         """Yield the samples of each batch; a thread gathers the next batch if batches are large."""
         if not self.reads_ahead:
             yield from map(self._select, batches)
@@ -308,7 +277,7 @@ class _Arrays(_Ordered):
                     yield ahead.popleft().result()
             yield from (future.result() for future in ahead)
 
-    def _select(self, indices: torch.Tensor) -> Item | None:
+    def _select(self, indices: Samples) -> Item | None:
         if not len(indices):
             return None
         index: Any = indices if self.order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
@@ -322,8 +291,9 @@ class _Samples(_Ordered):
     def __init__(self, reader: Reader, order: BatchOrder) -> None:
         self._reader, self.order, self.reads_ahead = reader, order, reader.reads_ahead
 
-    def _items(self, batches: Iterable[torch.Tensor], epoch: int) -> Iterator[Item | None]:
-        for item in self._reader.read((indices.tolist() for indices in batches), epoch):
+    def _items(self, batches: Iterable[Samples], epoch: int) -> Iterator[Item | None]:
+        lists = (indices.tolist() if isinstance(indices, torch.Tensor) else [*indices] for indices in batches)
+        for item in self._reader.read(lists, epoch):
             yield _pair(item, "a batch of the dataset") if item is not None else None
 
     def close(self) -> None:
@@ -442,67 +412,3 @@ def read_speed(data: Any, batch_size: int | None = None, epochs: int = 1) -> flo
         return samples / max(time.perf_counter() - began, 1e-9)
     finally:
         batches.close()
-
-
-class ElasticBatches:
-    """Indices of this worker's share of each global batch, for loops over a store whose workers may change.
-
-    An epoch is a permutation of all samples by (seed, epoch), cut into global batches; each is split over the workers
-    that take part in its step (`KVStore.share`). So the global batches do not depend on the number of workers. A worker
-    that joins late begins at its first step. The loop ends for a worker that leaves.
-
-    Each iteration yields a tensor of indices, which is empty if there are fewer samples than workers. In each step the
-    loop must push every key once, with the number of indices as the weight of the gradients, and pull:
-
-        kv = trainer.kvstore
-        for indices in gangline.data.ElasticBatches(len(data), 64, kv, epochs=10):
-            trainer.zero_grad()
-            if len(indices):
-                loss_function(model(data[indices]), label[indices]).backward()
-            trainer.step(len(indices))
-
-    Attributes:
-        epoch: epoch of the last batch, from 0.
-        step: number of the last batch, from 0, over all epochs.
-    """
-
-    def __init__(
-        self, samples: int, global_batch: int, kvstore: KVStore, *, epochs: int = 1, shuffle: bool = True, seed: int = 0
-    ) -> None:
-        """Split epochs into global batches.
-
-        Args:
-            samples: number of samples in an epoch.
-            global_batch: samples in a batch of all workers; the last one of an epoch may have fewer.
-            kvstore: store that the loop pushes to; keys and optimizer must be set.
-            epochs: number of epochs.
-            shuffle: permute the samples in each epoch.
-            seed: seed of the permutations.
-
-        Raises:
-            ValueError: if a number is below 1.
-        """
-        for name, number in (("samples", samples), ("global_batch", global_batch), ("epochs", epochs)):
-            check_int(name, number)
-        self._order = BatchOrder(samples, global_batch, shuffle, seed)
-        self._kvstore = kvstore
-        self._epochs = epochs
-        self.epoch = 0
-        self.step = 0
-
-    def __len__(self) -> int:
-        """Return the number of steps of all epochs."""
-        return self._epochs * len(self._order)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        """Yield the shares from the first step of this worker on."""
-        batches: list[torch.Tensor] = []
-        for step in range(self._kvstore.first_step, len(self)):
-            self.step, epoch = step, step // len(self._order)
-            if not batches or epoch != self.epoch:
-                self.epoch, batches = epoch, self._order(epoch)
-            number = step % len(self._order)
-            share = self._kvstore.share(len(batches[number]), step)
-            if share is None:
-                return
-            yield batches[number][share]

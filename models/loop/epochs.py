@@ -28,7 +28,7 @@ from gangline.models.data.sources import Source
 from gangline.models.loop.callbacks import BatchCallback, BatchEndParam, Checkpoint, EpochCallback
 from gangline.models.loop.evaluation import score
 from gangline.models.loop.schedules import DrivenScheduler, Schedule
-from gangline.models.loop.stopping import StopExchange, received_signal
+from gangline.models.loop.stopping import received_signal
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import parameters_of
 from gangline.models.random_streams import host_states, set_host_states
@@ -165,9 +165,6 @@ class Epochs:
     options: FitOptions
 
     def __post_init__(self) -> None:
-        workers = self.module.workers
-        makes_same_updates = workers.count > 1 and (workers.in_step or self.train.is_shared)
-        self._stop_exchange = StopExchange(workers, self.module.worker_balance) if makes_same_updates else None
         on_host = all(replica.context.device_type == "cpu" for replica in self.module.bound.replicas.all)
         self._rise = LossRise(on_host=on_host, batches_per_epoch=self.batches_per_epoch)
         store = self.module.store
@@ -221,25 +218,26 @@ class Epochs:
             # Repeat the sampler's draws from the start of the epoch, then set the checkpoint's random states.
             random = saved.random
             set_host_states(run_state.position.random, train.generator)
-            return train.parts(module.workers, epoch, skip, lambda: set_host_states(random, train.generator))
+            return module.worker_balance.batches(train, epoch, skip, lambda: set_host_states(random, train.generator))
         if saved is not None and epoch == saved.position["epoch"]:
             begun = saved.position["batch"]  # above 0 for a plain iterable, whose epoch starts again
             set_host_states(saved.position["random"] if begun else saved.random, train.generator)
         run_state.position = Position(epoch, 0, train.plan(), host_states(train.generator))
         module.begin_epoch()
-        return train.parts(module.workers, epoch, skip)
+        return module.worker_balance.batches(train, epoch, skip)
 
     def _continue_epoch(self, epoch: int, skip: int, kept: Mapping[str, Any]) -> Iterator[Any]:
         """Return this worker's shares of the batches that it had not trained before its restart."""
         module, train = self.module, self.train
-        if self._stop_exchange is not None:
-            self._stop_exchange.load_state(kept["stop_exchange"])
+        module.worker_balance.rhythm = kept["rhythm"]
         if kept["metric"] is not None:
             self.metric.count_on(kept["metric"])
         else:
             module.logger.warning("the training metric of epoch %d begins with batch %d on this worker", epoch, skip)
         set_host_states(module.run_state.position.random, train.generator)
-        return train.parts(module.workers, epoch, skip, lambda: set_host_states(kept["random"], train.generator))
+        return module.worker_balance.batches(
+            train, epoch, skip, lambda: set_host_states(kept["random"], train.generator)
+        )
 
     def _numbered(self, parts: Iterator[Any], first: int) -> Iterator[tuple[int, Any]]:
         """Yield the shares with the numbers of their batches; before each step, save the state to repeat it.
@@ -262,7 +260,7 @@ class Epochs:
                 "run": self.module.run_state.run,
                 "stateful": {name: each.state() for name, each in self.module.run_state.stateful.items()},
                 "batches_per_epoch": self.batches_per_epoch,
-                "stop_exchange": self._stop_exchange.state() if self._stop_exchange is not None else None,
+                "rhythm": self.module.worker_balance.rhythm,
                 "metric": self.metric.counted(),
                 "random": host_states(self.train.generator),
             }
@@ -326,18 +324,17 @@ class Epochs:
             self._rise.add(loss)
             self._warn_of_rise(ends_epoch=False)
         elif module.loss_scale is None:
-            found, cause = self._cause(epoch, nbatch, data, label)
+            found, cause = self._cause(data, label)
             self._note_divergence(f"the training loss is {loss:g} {self._where(epoch, nbatch)}: {cause}", found)
 
-    def _cause(self, epoch: int, nbatch: int, data: Any, label: Any) -> tuple[bool, str]:
+    def _cause(self, data: Any, label: Any) -> tuple[bool, str]:
         """Return whether a batch holds inf or nan, and a text about the first one, or about the settings."""
-        module = self.module
         for name, part in (("data", data), ("label", label)):
             found = first_non_finite(part, name)
             if found is not None:
                 sample, text = found
                 samples = num_samples(part, name)
-                number = self.train.number_of(module.workers, epoch, nbatch, sample, samples)
+                number = self.train.number_of(sample, samples)
                 which = f"sample {sample} of {samples} in the batch" + (
                     f", number {number} of the data" if number is not None else ""
                 )
@@ -416,14 +413,12 @@ class Epochs:
                 self._validate(epoch, f"Epoch[{epoch}] Batch [{nbatch + 1}]")
             self._call(after, param)
         check_signals(self.module)
-        if self._stop_exchange is not None and not is_last:
-            self._stop_exchange.after_update(nbatch)
+        if not is_last:
+            module.worker_balance.after_update(batches)
 
     def _end_epoch(self, epoch: int, began: float, waited: float) -> None:
         module, workers = self.module, self.module.workers
-        report = module.worker_balance.report(
-            time.perf_counter() - began, module.seconds_waiting - waited, module.work_load_list
-        )
+        report = module.worker_balance.report(time.perf_counter() - began, module.seconds_waiting - waited)
         module.average_statistics()
         module.run_state.position = Position(epoch + 1)
         self.metric.gather(workers)

@@ -100,8 +100,9 @@ def _forwarded(
     Data that the workers do not share is run without them.
     """
     is_joint = data_source.is_shared and not module.workers.is_elastic
-    workers = module.workers if is_joint or module.shards_weights else Workers()
-    for number, item in enumerate(data_source.parts(workers, 0)):
+    is_alone = not (is_joint or module.shards_weights)
+    items = data_source.parts(Workers(), 0) if is_alone else module.worker_balance.batches(data_source, 0)
+    for number, item in enumerate(items):
         if num_batch is not None and number >= num_batch:
             return
         if item is not None or module.shards_weights:

@@ -154,9 +154,9 @@ def _run(
         _check_elastic(module, train, options)
     kept = _kept(module, train)
     if kept is not None:
-        per_epoch, reads_ahead, saved = kept["batches_per_epoch"], 0, None
+        per_epoch, saved = kept["batches_per_epoch"], None
     else:
-        per_epoch, reads_ahead, own = _exchange_beginnings(module, train, _own_checkpoint(savers, module.run_state.run))
+        per_epoch, own = _exchange_beginnings(module, train, _own_checkpoint(savers, module.run_state.run))
         if own is not None:
             saved = checkpoint.read(*own)
         elif restart_number():
@@ -199,7 +199,7 @@ def _run(
             "lengths is given, but random='sample' draws the masks of dropout by a sample's place in the batch, which "
             "then depends on the loads; expected random='context', or no lengths"
         )
-    module.worker_balance.begin_fit(is_shared=train.is_shared, reads_ahead=reads_ahead, by_cost=by_cost)
+    module.worker_balance.begin_fit(is_shared=train.is_shared, by_cost=by_cost)
     begin_epoch, skip = options.begin_epoch, 0
     began = _begin_elastic(elastic, module, per_epoch, saved, options.begin_epoch) if elastic is not None else None
     if elastic is not None and elastic.store.has_joined:
@@ -329,18 +329,18 @@ def _check_metrics(users: Iterable[Any], validation: EvalMetric | None) -> None:
 
 def _exchange_beginnings(
     module: Module, train: Source, own: tuple[str, int] | None
-) -> tuple[int | None, int, tuple[str, int] | None]:
-    """Exchange the workers' numbers of batches and rank 0's newest checkpoint. Collective.
+) -> tuple[int | None, tuple[str, int] | None]:
+    """Exchange the workers' numbers of batches, also of prefetched ones, and rank 0's newest checkpoint. Collective.
 
     Returns:
-        The largest number of batches of a worker (None if a worker does not know its own), the largest number of
-        prefetched batches, and rank 0's ``own``, because rank 0 writes the checkpoints.
+        The largest number of batches of a worker (None if a worker does not know its own), and rank 0's ``own``,
+        because rank 0 writes the checkpoints.
     """
     gathered = module.workers.all_gather([train.num_batches(), train.reads_ahead, list(own or ())], "fit")
     counts = [count for count, _, _ in gathered]
     first = gathered[0][2]
-    most_ahead = max(ahead for _, ahead, _ in gathered)
-    return max(counts) if None not in counts else None, most_ahead, (first[0], first[1]) if first else None
+    module.workers.reads_ahead = max(ahead for _, ahead, _ in gathered)
+    return max(counts) if None not in counts else None, (first[0], first[1]) if first else None
 
 
 def _base_rate(module: Module) -> float:

@@ -11,18 +11,13 @@ from types import FrameType
 from typing import Any
 
 from gangline.models.arguments import check_int, check_number
-from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.loop.callbacks import BatchEndParam, check_metric, is_better, worst
 from gangline.models.metrics.metric import reported_name
-from gangline.models.workers import Workers
 
 _log = logging.getLogger("gangline")
 _received: str | None = None
 """Name of the signal received inside a `stop_on` block."""
 _blocks = 0
-_SECONDS = 0.5
-_MOST_UPDATES = 100
-"""Bounds of the time between exchanges of stop requests."""
 
 
 @contextmanager
@@ -65,42 +60,6 @@ def stop_on(*numbers: signal.Signals) -> Iterator[None]:
 def received_signal() -> str | None:
     """Return the name of the signal received inside a `stop_on` block, if any."""
     return _received
-
-
-class StopExchange:
-    """Exchange of stop requests between workers, after the same updates on all of them.
-
-    The messages also carry the measured speeds of the workers, if their loads follow these.
-
-    Synchronous workers exchange after the first update and then about twice a second, at most `_MOST_UPDATES` updates
-    apart. Asynchronous workers exchange every `_MOST_UPDATES` updates.
-    """
-
-    def __init__(self, workers: Workers, balance: WorkerBalance) -> None:
-        self._workers, self._balance = workers, balance
-        self._updates = 0  # since the last exchange
-        self._interval = 1 if workers.in_step else _MOST_UPDATES
-        self._clock: float | None = None
-
-    def after_update(self, nbatch: int) -> None:
-        """Count an update, whose last batch has the index ``nbatch``, and exchange if it is due. Collective."""
-        self._updates += 1
-        if self._updates < self._interval and not self._balance.is_urgent:
-            return
-        self._balance.receive(self._workers.all_gather(self._balance.message(), "step of fit"), nbatch + 1)
-        now = self._workers.clock  # rank 0's, so all workers compute the same interval
-        if self._workers.in_step and self._clock is not None:
-            seconds = max((now - self._clock) / self._updates, 1e-9)
-            self._interval = max(1, min(2 * self._interval, int(_SECONDS / seconds), _MOST_UPDATES))
-        self._updates, self._clock = 0, now
-
-    def state(self) -> list[Any]:
-        """Return plain data, with which `load_state` continues at the same updates."""
-        return [self._updates, self._interval, self._clock]
-
-    def load_state(self, state: list[Any]) -> None:
-        """Restore what `state` returned."""
-        self._updates, self._interval, self._clock = state
 
 
 class EarlyStopping:

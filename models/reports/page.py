@@ -129,7 +129,7 @@ class TrainingProgress:
     def _count(self, param: BatchEndParam) -> None:
         """Add an update; at the last one of a point evaluate the metric on its last batch."""
         now, module = time.perf_counter(), self._module
-        split = _shares(module.workers.loads_of(param.nbatch)), _shares(module.work_load_list)
+        split = _shares(module.workers.loads), _shares(module.work_load_list)
         self._record.add_split(Split(module.step - param.batches, *split))
         self._where = {"epoch": param.epoch, "batch": param.nbatch + 1, "batches": param.locals.get("num_batches")}
         seen, waited = module.bound.replicas.samples_seen, module.seconds_waiting
@@ -290,9 +290,7 @@ def _loads(module: Module) -> dict[str, str]:
     if workers.count > 1:
         texts["loads of the workers"] = _listed(workers.loads, is_auto=workers.is_auto)
         for rank, report in enumerate(module.worker_balance.reports):
-            split = f", loads {_listed(report.context_loads)}" if len(report.context_loads) > 1 else ""
-            times = f"computed {report.computed:.3g} s, waited {report.waited:.3g} s{split}"
-            texts[f"worker {rank}, last epoch"] = times
+            texts[f"worker {rank}, last epoch"] = f"computed {report.computed:.3g} s, waited {report.waited:.3g} s"
     return texts
 
 

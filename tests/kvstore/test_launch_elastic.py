@@ -26,15 +26,23 @@ LABEL = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
 def network():
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(5, 400), torch.nn.Tanh(), torch.nn.Linear(400, 3)).double()
+def shares(kv, samples, size, epochs):
+    per_epoch = -(-samples // size)
+    for step in range(kv.first_step, epochs * per_epoch):
+        epoch, number = divmod(step, per_epoch)
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch))
+        batch = order[number * size : (number + 1) * size]
+        if (share := kv.share(len(batch), step)) is None:
+            return
+        yield step, batch[share]
 def train(optimizer, kvstore, waits):
     model, mean = network(), torch.nn.CrossEntropyLoss()
     trainer = gangline.Trainer(model, *optimizer, kvstore=kvstore)
-    kv = trainer.kvstore
-    batches = gangline.data.ElasticBatches(len(DATA), 16, kv, epochs=4)
-    for indices in batches:
-        if kv.rank == 0 and batches.step in waits:
-            print("at", batches.step, flush=True)
-            while sorted(kv._scheduler.views[-1][1]) != waits[batches.step]:
+    kv, step = trainer.kvstore, 0
+    for step, indices in shares(kv, len(DATA), 16, 4):
+        if kv.rank == 0 and step in waits:
+            print("at", step, flush=True)
+            while sorted(kv._scheduler.views[-1][1]) != waits[step]:
                 time.sleep(0.005)
         trainer.zero_grad()
         if len(indices):
@@ -44,7 +52,7 @@ def train(optimizer, kvstore, waits):
         kv.pull(list(trainer._parameters), [one.data for one in trainer._parameters.values()])
     rank = kv.rank
     kv.close()
-    return rank, batches.step, [one.detach() for one in model.parameters()]
+    return rank, step, [one.detach() for one in model.parameters()]
 OPTIMIZER = "adam", {"learning_rate": 0.01}
 rank, step, weights = train(OPTIMIZER, "dist_sync", WAITS)
 if rank == 0:

@@ -18,7 +18,7 @@ import numpy as np
 from gangline.kvstore.workload import split_within
 from gangline.models.balance import speed_model
 from gangline.models.balance.speed_model import SpeedModel
-from gangline.models.data.lengths import cut_by_cost, ranks_by_speed
+from gangline.models.data.shares import cut_by_cost, ranks_by_speed
 
 STEPS, CHANGE, BATCH = 600, 200, 64
 """Steps of a run, the step of a change, and samples of all ranks."""

@@ -20,7 +20,7 @@ from gangline.kvstore.workload import split_batch, split_within
 from gangline.models.balance import speed_model
 from gangline.models.balance.rank_balance import RankBalance, samples_that_fit
 from gangline.models.balance.speed_model import SpeedModel
-from gangline.models.data.lengths import cut_by_cost, ranks_by_speed
+from gangline.models.data.shares import cut_by_cost, ranks_by_speed
 from gangline.models.elapsed_time import ElapsedTime
 from gangline.models.executor.context_balance import MemoryLimits
 from gangline.models.executor.executor import is_out_of_memory

@@ -136,7 +136,7 @@ def epochs_in_a_job(comm: Communicator) -> Any:
             seen: list[int] = []
             with pytest.MonkeyPatch.context() as patch, create("allreduce", communicator=comm) as store:
                 counting(calls, WorkerGroup, "all_gather", patch)
-                patch.setattr("gangline.models.loop.stopping._SECONDS", 100.0)
+                patch.setattr("gangline.models.balance.worker_balance._SECONDS", 100.0)
                 with Module(nn.Linear(FEATURES, CLASSES).double(), nn.CrossEntropyLoss(), cpu()) as module:
                     module.fit(
                         data,
@@ -159,7 +159,7 @@ def test_loaders_that_end_at_different_steps_exchange_their_lengths_and_not_each
     assert all(seen == list(range(count)) for _, count, _, seen in first)
     exchanges = {(kind, count): calls for kind, count, calls, _ in first}
     for kind in ("loader", "list"):
-        assert exchanges[kind, 12] - exchanges[kind, 4] == 2  # of stop requests, after the fourth and eighth update
+        assert exchanges[kind, 12] - exchanges[kind, 4] == 1  # after the first, third and seventh update
     assert exchanges["stream", 12] - exchanges["stream", 4] == 1 + 2  # the eighth update; every four batches
 
 

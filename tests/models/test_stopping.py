@@ -26,7 +26,7 @@ from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.checkpoint import checkpoint
 from gangline.models.checkpoint.checkpoint import epochs
 from gangline.models.loop.callbacks import BatchEndParam
-from gangline.models.loop.stopping import EarlyStopping, StopExchange, received_signal, stop_on
+from gangline.models.loop.stopping import EarlyStopping, received_signal, stop_on
 from gangline.models.workers import Workers
 from tests.kvstore.parameter_server.processes import run_job
 
@@ -265,18 +265,22 @@ def test_one_workers_word_ends_all_workers_after_one_common_step(tmp_path: Path)
             assert same_bits(weights, found[place + 1][2])
 
 
-class Exchanges:
+class Exchanges(Workers):
     """Workers in step whose rank 0 takes some seconds per update."""
-
-    in_step, clock = True, 0.0
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.update, self.exchanged = seconds, 0, list[int]()
+        super().__init__()
+        self.count, self.in_step = 2, True
 
-    def all_gather(self, message: None, _: str) -> list[None]:
-        self.exchanged.append(self.update)
-        self.clock = self.update * self.seconds
-        return [message]
+    def all_gather(self, value: Any, name: str) -> list[Any]:
+        if name == "step of fit":
+            self.exchanged.append(self.update)
+        return [value]
+
+    @property
+    def clock(self) -> float:
+        return self.update * self.seconds
 
 
 @pytest.mark.parametrize(
@@ -289,11 +293,10 @@ class Exchanges:
 )
 def test_stop_requests_are_exchanged_about_twice_a_second(seconds: float, updates: list[int]) -> None:
     workers = Exchanges(seconds)
-    balance = WorkerBalance(Workers(), logging.getLogger("gangline"), best_split=False)
-    exchange = StopExchange(workers, balance)  # type: ignore[arg-type]
+    balance = WorkerBalance(workers, logging.getLogger("gangline"), best_split=False)
     while len(workers.exchanged) < len(updates):
         workers.update += 1
-        exchange.after_update(workers.update)
+        balance.after_update(1)
     assert workers.exchanged == updates
 
 

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 import gangline
 from gangline import Communicator, spawn
 from gangline.models.balance.rank_balance import RankBalance
-from gangline.models.data.lengths import Arrangement, Lengths, cost_of, cut_by_cost, ranks_by_speed
+from gangline.models.data.lengths import Arrangement, Lengths, cost_of
+from gangline.models.data.shares import cut_by_cost, ranks_by_speed
 from tests.models.test_unequal_ranks import weights, wrapped
 from tests.models.unequal_jobs import Batches, Stream, balanced, flat, gathered, join
 

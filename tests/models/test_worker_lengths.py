@@ -193,7 +193,7 @@ def test_workers_with_servers_have_shares_of_equal_cost_too(data: Texts) -> None
 def resumed(comm: Communicator, prefix: str) -> bool:
     """Stop after the first batch of the second epoch, and resume; return whether the weights have the same bits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gangline.models.loop.stopping._SECONDS", 0.0)  # an exchange after each update
+        patch.setattr("gangline.models.balance.worker_balance._SECONDS", 0.0)  # an exchange after each update
         _, _, expected = in_a_job(comm, "3,1", epochs=3)
 
         def stop(param: BatchEndParam) -> bool:
