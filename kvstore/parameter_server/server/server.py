@@ -280,7 +280,7 @@ class Server:
         if other is not None and other.identity != identity:
             raise ProtocolError(f"received Hello of worker {hello.rank}, which is another process")
         self._rounds.is_sync, self._rounds.staleness = mode
-        self._rounds.keeps_former = self._scheduler.allows_restarts
+        self._rounds.keeps_former = self._scheduler.allows_restarts or self._scheduler.is_elastic  # guests are replaced
         self._sessions.is_sync = self._rounds.is_sync
         worker = self._sessions.workers.get(identity)
         if worker is None:
