@@ -119,7 +119,8 @@ class ShareSampler(Sampler[Any]):
         self._order, self._split, self._ahead, self._arrangement = order, split, ahead, arrangement
         self._repeats = repeats
         self._known: deque[tuple[Samples | Update, Split]] = deque()  # global batches that are not drawn yet
-        self._drawn: deque[BalancedBatch] = deque()  # batches not returned yet
+        self._drawn: deque[tuple[BalancedBatch, Samples]] = deque()  # batches not returned yet
+        self.indices: Samples = ()  # of the last share
         self._batches: Iterator[Samples | Update | None] = iter(())
 
     def shares(self, loader: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
@@ -134,7 +135,8 @@ class ShareSampler(Sampler[Any]):
         for _ in range(self._ahead + 1):
             self.read_ahead()
         for data in loader:
-            yield self._drawn.popleft(), data
+            batch, self.indices = self._drawn.popleft()
+            yield batch, data
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[Samples | Update | None]:
         arrangement = self._arrangement
@@ -151,7 +153,7 @@ class ShareSampler(Sampler[Any]):
         """Draw the shares of the epoch that `shares` began."""
         while self._known:
             for batch, samples in shares_of(*self._known.popleft(), self._arrangement, repeats=self._repeats):
-                self._drawn.append(batch)
+                self._drawn.append((batch, samples))
                 yield samples
         assert next(self._batches, None) is None, "the DataLoader drew further ahead than num_workers x prefetch_factor"
 

@@ -206,15 +206,8 @@ class _Ordered(Source):
     ) -> Iterator[Item | None]:
         lengths, seed = self.order.lengths, mixed_seed(self.order.seed, epoch)
         sampler = ShareSampler(self.order, split, ahead, Arrangement(lengths) if lengths else None, repeats=False)
-        drawn: deque[Samples] = deque()  # not yet read
-
-        def indices() -> Iterator[Samples]:
-            for samples in sampler:
-                drawn.append(samples)
-                yield samples
-
-        for batch, item in sampler.shares(self._items(indices(), epoch), seed, skip * self.order.batch_size):
-            self.indices, workers.share_cost = drawn.popleft(), batch.cost if lengths else None
+        for batch, item in sampler.shares(self._items(sampler, epoch), seed, skip * self.order.batch_size):
+            self.indices, workers.share_cost = sampler.indices, batch.cost if lengths else None
             yield item
             sampler.read_ahead()
 
