@@ -56,10 +56,6 @@ class ElasticWorkers(Workers):
         self.first_sample = 0 if share is None else share.start
         return share
 
-    def share(self, samples: int) -> slice:
-        """Return all samples, because data that is not trained on, as in validation, is not shared."""
-        return slice(0, samples)
-
     def run_on_first(self, action: Callable[[], object], name: str) -> None:  # noqa: ARG002  inherited
         """Run an action if this is worker 0."""
         if self.is_first:

@@ -11,7 +11,7 @@ import torch
 
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
-from gangline.models.data.shares import ranks_by_speed, split_of
+from gangline.models.data.shares import Cutter, ranks_by_speed, split_of
 from gangline.models.elapsed_time import Measurements
 from gangline.models.rank_timer import RankTimer
 
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
     limit: float = 0.0  # largest cost of a share that fits into the memory of the rank; 0: unknown
 
 
-class RankBalance:
+class RankBalance(Cutter):
     """Decides which part of a global batch each rank gets; all ranks make the same decision.
 
     Each message about the next batches carries what its rank measured since the one before (`measured`); `receive`
@@ -62,7 +62,6 @@ class RankBalance:
         self._speeds = SpeedModel(names, None, minimum=1 if by_cost else minimum, may_idle=False, parts=parts)
         self._kept_caps = list(caps or [None] * len(loads))  # the user's, or after an out-of-memory error
         self.split = split_of(rank, [*map(float, loads)], minimum, self._kept_caps[:])
-        """Cut of a global batch whose samples are read now."""
         self._measurements = Measurements()
         self._cost, self._samples = 0.0, 0  # of this rank's shares since the last message
         self._recent: list[tuple[float, float]] | None = [] if by_cost and not rank else None

@@ -6,8 +6,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -96,6 +95,12 @@ class Order(Protocol):
         """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples."""
 
 
+class Cutter:
+    """Holder of the split that cuts the global batches whose samples are read next."""
+
+    split: Split
+
+
 class ShareSampler(Sampler[Any]):
     """Batch sampler of one rank: consecutive slices of the global batches, or parts of equal cost.
 
@@ -106,7 +111,7 @@ class ShareSampler(Sampler[Any]):
     def __init__(
         self,
         order: Order,
-        split: Callable[[], Split],
+        balance: Cutter,
         ahead: int,
         arrangement: Arrangement | None,
         *,
@@ -116,10 +121,11 @@ class ShareSampler(Sampler[Any]):
 
         Without ``repeats`` a rank without samples gets an empty batch.
         """
-        self._order, self._split, self._ahead, self._arrangement = order, split, ahead, arrangement
+        self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
         self._repeats = repeats
         self._known: deque[tuple[Samples | Update, Split]] = deque()  # global batches that are not drawn yet
-        self._drawn: deque[BalancedBatch] = deque()  # batches not returned yet
+        self._drawn: deque[tuple[BalancedBatch, Samples]] = deque()  # batches not returned yet
+        self.indices: Samples = ()  # of the last share
         self._batches: Iterator[Samples | Update | None] = iter(())
 
     def shares(self, loader: Iterable[Any], seed: int, skip: int) -> Iterator[tuple[BalancedBatch, Any]]:
@@ -134,7 +140,8 @@ class ShareSampler(Sampler[Any]):
         for _ in range(self._ahead + 1):
             self.read_ahead()
         for data in loader:
-            yield self._drawn.popleft(), data
+            batch, self.indices = self._drawn.popleft()
+            yield batch, data
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[Samples | Update | None]:
         arrangement = self._arrangement
@@ -144,14 +151,14 @@ class ShareSampler(Sampler[Any]):
 
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
-        following = islice(self._batches, 1)
-        self._known.extend((batch, self._split()) for batch in following if batch is not None)
+        if (batch := next(self._batches, None)) is not None:
+            self._known.append((batch, self._balance.split))
 
     def __iter__(self) -> Iterator[Samples]:
         """Draw the shares of the epoch that `shares` began."""
         while self._known:
             for batch, samples in shares_of(*self._known.popleft(), self._arrangement, repeats=self._repeats):
-                self._drawn.append(batch)
+                self._drawn.append((batch, samples))
                 yield samples
         assert next(self._batches, None) is None, "the DataLoader drew further ahead than num_workers x prefetch_factor"
 
@@ -168,7 +175,7 @@ def shares_of(
     """Return this rank's share of a global batch, or of each batch of an update, with its samples."""
     samples, steps = whole if isinstance(whole, Update) else (whole, 1)
     if arrangement is None:
-        counts = split.counts(len(samples))
+        counts = split_within(len(samples), split.loads, split.caps, split.minimum)
         own, begin = counts[split.rank], sum(counts[: split.rank])
         batch = BalancedBatch(samples=own, cost=own, agreed=len(samples))
         yield batch, samples[begin : begin + own] if own else [samples[0]] * split.minimum * repeats

@@ -19,7 +19,7 @@ from gangline.models.data.batches import Batch, as_batch, length_of, num_samples
 from gangline.models.data.lengths import Arrangement, Lengths
 from gangline.models.data.loaders import copy_loader
 from gangline.models.data.reader import Collate, Reader, base_dataset
-from gangline.models.data.shares import Samples, ShareSampler, Split, split_of
+from gangline.models.data.shares import Cutter, Samples, ShareSampler, Split, split_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
@@ -198,24 +198,18 @@ class _Ordered(Source):
         skipped()  # skipping draws no random numbers
         if isinstance(workers, ElasticWorkers):
             return self._parts_of_steps(workers, epoch, skip)
-        ahead = max(self.reads_ahead, workers.reads_ahead)  # the same on all workers
-        return self._shares(lambda: split_of(workers.rank, workers.loads, workers.minimum), workers, epoch, skip, ahead)
+        return self._shares(workers, epoch, skip)
 
-    def _shares(
-        self, split: Callable[[], Split], workers: Workers, epoch: int, skip: int, ahead: int
-    ) -> Iterator[Item | None]:
-        lengths, seed = self.order.lengths, mixed_seed(self.order.seed, epoch)
-        sampler = ShareSampler(self.order, split, ahead, Arrangement(lengths) if lengths else None, repeats=False)
-        drawn: deque[Samples] = deque()  # not yet read
-
-        def indices() -> Iterator[Samples]:
-            for samples in sampler:
-                drawn.append(samples)
-                yield samples
-
-        for batch, item in sampler.shares(self._items(indices(), epoch), seed, skip * self.order.batch_size):
-            self.indices, workers.share_cost = drawn.popleft(), batch.cost if lengths else None
+    def _shares(self, workers: Workers, epoch: int, skip: int, split: Split | None = None) -> Iterator[Item | None]:
+        """Yield the shares of a split; None: that of the loads, which cut batches equally far ahead on all workers."""
+        cutter, lengths, seed = Cutter(), self.order.lengths, mixed_seed(self.order.seed, epoch)
+        cutter.split = split or split_of(workers.rank, workers.loads, workers.minimum)
+        ahead = self.order.length if split else max(self.reads_ahead, workers.reads_ahead)
+        sampler = ShareSampler(self.order, cutter, ahead, Arrangement(lengths) if lengths else None, repeats=False)
+        for batch, item in sampler.shares(self._items(sampler, epoch), seed, skip * self.order.batch_size):
+            self.indices, workers.share_cost = sampler.indices, batch.cost if lengths else None
             yield item
+            cutter.split = split or split_of(workers.rank, workers.loads, workers.minimum)
             sampler.read_ahead()
 
     def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
@@ -225,10 +219,6 @@ class _Ordered(Source):
         """
         order, split = self.order, split_of(0, [1.0])
         shares: Iterator[Item | None] = iter(())
-
-        def current() -> Split:
-            return split
-
         for number in range(skip, order.length):
             size = min(order.batch_size, order.samples - number * order.batch_size)
             share = workers.share_of(epoch * order.length + number, size)
@@ -237,7 +227,7 @@ class _Ordered(Source):
             loads = [*map(float, (share.start, share.stop - share.start, size - share.stop))]  # its own is the second
             if loads != split.loads:
                 split = split_of(1, loads)
-                shares = self._shares(current, workers, epoch, number, order.length)
+                shares = self._shares(workers, epoch, number, split)
             yield next(shares)
 
     @abc.abstractmethod
