@@ -152,7 +152,7 @@ class Deep(nn.Module):
 
 def deep_weights(again: bool) -> dict[str, torch.Tensor]:
     data, label = labelled(64, 100, CLASSES, dtype=torch.float64)
-    with Module(Deep(again).double(), nn.CrossEntropyLoss(), CONTEXTS[1]) as module:
+    with Module(Deep(again).double(), nn.CrossEntropyLoss(), cpu()) as module:
         module.init_optimizer("local", "sgd", {"lr": 0.1})
         for _ in range(2):
             module.forward_backward_update(data, label)

@@ -27,9 +27,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gangline
 from gangline import Communicator, DistributedOptimizer, Module, Trainer, cpu, gpu, spawn
+from gangline.collectives.devices.backends import copies
 from gangline.collectives.processes.process_pool import ProcessPool
 from gangline.collectives.work import WorkQueue
-from gangline.kvstore import KVStore, create, local
+from gangline.kvstore import KVStore, create
 from gangline.kvstore.allreduce.negotiation import Negotiator
 from gangline.kvstore.group.worker_group import WorkerGroup
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -237,10 +238,9 @@ def frames(store: KVStore, contexts: int, summing: Any, name: str) -> tuple[list
         in_hook.extend(depth("_on_gradient"))  # a pull is submitted too if the queue is busy
         submit(self, *arguments)
 
-    def summed(values: Any) -> Any:
-        if summing is not local or (values and values[0][0]):  # values to sum, not weights to copy
-            in_store.extend(depth("_serve"))
-        return inner(values)
+    def summed(*arguments: Any) -> Any:
+        in_store.extend(depth("_serve"))
+        return inner(*arguments)
 
     data, label = torch.ones(6, WIDTH), torch.ones(6, WIDTH)
     with (
@@ -264,7 +264,7 @@ def frames(store: KVStore, contexts: int, summing: Any, name: str) -> tuple[list
 @pytest.mark.parametrize("store", ["local", "device"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_bucket_takes_few_frames_and_one_hand_over_to_its_sum(store: str, count: int) -> None:
-    in_hook, in_store = frames(create(store), count, local, "move")
+    in_hook, in_store = frames(create(store), count, copies, "move_jointly")
     assert max(in_hook) + max(in_store) <= MOST_FRAMES
 
 
