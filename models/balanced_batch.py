@@ -244,8 +244,8 @@ def _explain_sizes() -> str:
     if not batches:
         return ""
     return (
-        f"; balance() has cut the batch to shares of {list(batches[0].counts)} samples, whose tensors cannot be gathered "
-        "as equal parts: use gangline.gather_rows"
+        f"; balance() has cut the batch to shares of {list(batches[0].counts)} samples, whose tensors cannot be "
+        "gathered as equal parts: use gangline.gather_rows"
     )
 
 
