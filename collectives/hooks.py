@@ -17,8 +17,8 @@ watch_torch: Callable[[], object] = _nothing
 find_places: Callable[[Collection[int], Collection[int]], str] = _nothing
 """Return positions of workers and of processes."""
 
-explain_sizes: Callable[[], str] = _nothing
-"""Return why calls of this process may have other sizes than those of other ranks, after "; "."""
+explain_mismatch: Callable[[], str] = _nothing
+"""Return why this process's calls may be others than those of other ranks, after "; "."""
 
 
 def places(*, workers: Collection[int] = (), processes: Collection[int] = ()) -> str:

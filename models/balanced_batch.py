@@ -238,18 +238,18 @@ def _owners_in_graph(rows: Tensor) -> set[BatchesOfNetworks]:
     return found - {None}
 
 
-def _explain_sizes() -> str:
+def _explain_mismatch() -> str:
     """Return that shares are unequal, if a batch that is trained now has such shares."""
     batches = [batch for owner in list(_all) if (batch := owner.handed_out) is not None and len(set(batch.counts)) > 1]
     if not batches:
         return ""
     return (
-        f"; balance() has cut the batch to shares of {list(batches[0].counts)} samples, whose tensors cannot be gathered "
-        "as equal parts: use gangline.gather_rows"
+        f"; balance() has cut the batch to shares of {list(batches[0].counts)} samples: gather their tensors by "
+        "gangline.gather_rows, and cut them to equally many parts by loader.micro_batches"
     )
 
 
-hooks.explain_sizes = _explain_sizes
+hooks.explain_mismatch = _explain_mismatch
 
 
 def _shares_tensor(first: Any, second: Any) -> bool:

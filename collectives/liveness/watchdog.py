@@ -178,9 +178,7 @@ def mismatch(calls: Mapping[int, tuple[int, int]]) -> MismatchError:
         f"{name_ranks(ranks)}: {_text(code)}{f' as call {sequence}' if numbered else ''}"
         for (sequence, code), ranks in groups.items()
     ]
-    names = {_text(code).partition("(")[0] for _, code in groups}
-    hint = hooks.explain_sizes() if len(names) == 1 and not numbered else ""
-    return MismatchError(f"ranks are at different calls: {'; '.join(texts)}{hint}")
+    return MismatchError(f"ranks are at different calls: {'; '.join(texts)}{hooks.explain_mismatch()}")
 
 
 def _text(code: int) -> str:

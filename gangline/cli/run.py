@@ -44,10 +44,10 @@ def run(
         else:
             sys.path.insert(0, str(Path(script).resolve().parent))
             runpy.run_path(script, run_name="__main__")
-    except Exception as error:  # noqa: BLE001  of the script: shown as Python does, without the frames above it
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  of the script: shown as Python does, without the frames above it
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             frames = frames.tb_next
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(frames), frames
         sys.excepthook(type(error), error, frames)
-        raise SystemExit(1) from None
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -175,6 +175,8 @@ class RankBalance(Cutter):
         changes = [abs(load - logged) * ranks for load, logged in zip(loads, self._logged, strict=False)]
         if self.split.rank or not speeds or max(changes, default=1.0) <= _LOGGED_CHANGE:
             return
+        kept = f"the split stays equal so far, {self._speeds.why_kept()}: "
+        reason = "" if len(set(loads)) > 1 else "the split becomes equal again: " if self._logged else kept
         self._logged, rates = loads, [1 / speed for speed in speeds]
         if self._by_cost:
             costs, shown = [load * full for load in loads], [f"{load:.0%}" for load in loads]
@@ -185,7 +187,7 @@ class RankBalance(Cutter):
         with log_to_stderr():
             _log.info(
                 "balance: %s%s of %s (%s %s/s); expected step %.3g ms, equal split %.3g ms",
-                "the split stays equal so far, " if len(set(loads)) == 1 else "",
+                reason,
                 ", ".join(f"rank {rank} {share}" for rank, share in enumerate(shown)),
                 whole,
                 listed_rates(speeds),

@@ -78,6 +78,7 @@ class SpeedModel:
         self._sizes = [0.0, 0.0]  # cost of the largest batch in the window before, and in this one
         self._since_trial = 0.0  # seconds of steps
         self._measured = 0  # measurements since the last change
+        self._required = _MIN_GAIN  # relative gain from which the split changes
         self._proportion = 1.0  # change of a share's time relative to that of its cost, as the last change showed
         self._changed_from: list[tuple[int, float]] | None = None  # shares and rates before the last change
         self._changed_to: list[float] = []  # rates after it
@@ -151,6 +152,7 @@ class SpeedModel:
                 return equal
             if before == equal:
                 required = max(required, _MIN_GAIN_ON_ONE_DEVICE)
+        self._required = required
         return best if gain > required else before
 
     def _learn_proportion(self, shares: list[int], rates: list[float], error: float) -> None:
@@ -219,6 +221,12 @@ class SpeedModel:
         self._sizes[0] = float(state["batch_size"])
         for window, rates in zip(self._windows, state["rates"], strict=True):
             window.extend(map(float, rates))
+
+    def why_kept(self) -> str:
+        """Return what the next change of the loads needs."""
+        if self._measured < WINDOW:
+            return f"{self._measured} of {WINDOW} measurements"
+        return f"no other gains more than {self._required:.0%}, the error of the measurements"
 
     def speeds(self) -> list[float]:
         """Return the cost per second of each member; empty before the first measurement."""

@@ -60,16 +60,18 @@ def test_a_module_runs_by_its_name(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "code"),
     [
-        "def f():\n    raise ValueError('wrong')\n\n\nf()\n",
-        *(pytest.param(text, marks=pytest.mark.slow) for text in ("import nosuch_module\n", "f(\n")),
+        ("def f():\n    raise ValueError('wrong')\n\n\nf()\n", 1),
+        pytest.param("import nosuch_module\n", 1, marks=pytest.mark.slow),
+        pytest.param("f(\n", 1, marks=pytest.mark.slow),
+        pytest.param("raise KeyboardInterrupt\n", 130, marks=pytest.mark.slow),  # Python ends by the signal
     ],
 )
-def test_the_traceback_of_a_script_is_that_of_python(tmp_path: Path, text: str) -> None:
+def test_the_traceback_of_a_script_is_that_of_python(tmp_path: Path, text: str, code: int) -> None:
     (tmp_path / "fails.py").write_text(text)
-    alone = python(tmp_path / "fails.py", code=1)
-    done = python("-m", "gangline", "run", tmp_path / "fails.py", code=1)
+    alone = python(tmp_path / "fails.py")
+    done = python("-m", "gangline", "run", tmp_path / "fails.py", code=code)
     assert done.stderr.replace(SAID, "").strip() == alone.stderr.strip()
 
 

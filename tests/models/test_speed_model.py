@@ -401,3 +401,11 @@ def test_a_rank_gets_its_part_of_the_cost_within_64_batches(slower: float, least
             if model.record(padded, times):
                 order = ranks_by_speed(model.loads, order)
         assert least <= model.loads[1] <= most
+
+
+def test_an_equal_split_says_what_a_change_needs() -> None:
+    job = Job([(0, 1e-2), (0, 1.01e-2)], 64)
+    job.epochs(1, batches=3)
+    assert job.model.why_kept() == "3 of 8 measurements"
+    job.epochs(1, batches=6)
+    assert job.model.why_kept() == "no other gains more than 3%, the error of the measurements"

@@ -192,7 +192,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     gather = partial(dist.all_gather, [torch.empty_like(batch)] * 2, batch)
     if dist.get_backend() == "gangline":  # gloo ends the process
         group = dist.new_group()
-        check_refused(partial(gather, group=group), "shares of [6, 2] samples", "use gangline.gather_rows")
+        check_refused(partial(gather, group=group), "shares of [6, 2] samples", "by gangline.gather_rows")
     loader.close()
 
     # A layer that is replaced while a batch is current has no weight.
