@@ -78,8 +78,7 @@ class OptimizerBinding:
 
     def state(self) -> OptimizerState:
         """Return a copy of the optimizer's state, on the host; collective with sharded weights, see `OwnedKeys`."""
-        state: OptimizerState = self._optimizer.state()
-        return state
+        return self._optimizer.state()  # type: ignore[no-any-return]
 
     def load_state(self, state: OptimizerState) -> None:
         """Replace the optimizer's state."""
