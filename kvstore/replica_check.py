@@ -90,9 +90,10 @@ class ReplicaCheck:
 
     def updates(self) -> _Row:
         """Return a projection of the updates since the last compared step, and their norm; NaN: none to compare."""
-        self._steps += self._has_stepped
-        due, self._has_stepped = self._has_stepped and is_due(self._steps, self._interval), False
-        if due:
+        if not self._has_stepped:
+            return math.nan, math.nan
+        self._steps, self._has_stepped = self._steps + 1, False
+        if self._steps <= _FIRST_STEPS or not self._steps % self._interval:
             ids, before = self._ids, self._values
             self._read()
             if ids == self._ids and before.shape == self._values.shape:

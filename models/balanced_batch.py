@@ -102,7 +102,7 @@ class BatchesOfNetworks:
         self._reader = threading.current_thread()  # which began the batch
         self.has_begun = False
         """True if there has been a batch."""
-        self.parts: Callable[[], Generator[Any] | None] = lambda: None
+        self.parts: Callable[[], Generator[Any] | None] | None = None
         """Returns the iteration over parts of a batch, if there is one."""
         self.networks = networks
         hook = _CallInForward(self._note_forward)
@@ -144,7 +144,7 @@ class BatchesOfNetworks:
 
     def end_parts(self) -> None:
         """End an iteration over parts that the loop has left, but keeps."""
-        if (parts := self.parts()) is not None:
+        if self.parts is not None and (parts := self.parts()) is not None:
             parts.close()
 
     def _note_forward(self, _: object, *inputs: object) -> None:

@@ -30,12 +30,13 @@ class LabelWatch:
 
     def __init__(self, *, is_needed: bool) -> None:
         """Watch nothing if it is not needed."""
-        self._left = _BATCHES if is_needed else 0
+        self.left = _BATCHES if is_needed else 0
+        """Number of batches to watch."""
 
     def start(self) -> None:
         """Watch the calls of this thread, unless a profiler does."""
-        if self._left and sys.getprofile() is None:
-            self._left -= 1
+        if self.left and sys.getprofile() is None:
+            self.left -= 1
             sys.setprofile(self._see)
 
     def stop(self) -> None:
@@ -44,11 +45,11 @@ class LabelWatch:
             sys.setprofile(None)
 
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or frame.f_code not in _CODES or not self._left:
+        if event != "call" or frame.f_code not in _CODES or not self.left:
             return
         given = frame.f_locals
         if given["reduction"] == "mean" and counts_labels(given["weight"], given["ignore_index"], given["target"]):
-            self._left = 0
+            self.left = 0
             _log.warning(
                 f"balance: {_CODES[frame.f_code]} ignores or weights labels, so its mean is not over samples, by which "
                 "shares are weighted; pass count=, a function from a batch to what the mean is over, such as the "

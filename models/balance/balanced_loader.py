@@ -265,6 +265,7 @@ class BalancedLoader:
         self._iterations = 0
         self._was_left = False  # the loop left the current epoch, which the next iteration ends
         self._is_closed = False
+        self._warned_loads: list[float] | None = None  # with which BatchNorm was looked for
 
     def evaluation(self, loader: Any, **options: Any) -> BalancedLoader:
         """Split the batches of a DataLoader for evaluation, also in the loop that trains. Collective.
@@ -384,13 +385,16 @@ class BalancedLoader:
                 self._begin_batch(self._steps.read.popleft())
                 if timer is not None:
                     timer.start()
-                self._watch.start()
+                if is_watched := self._watch.left > 0:
+                    self._watch.start()
                 self._trained.data = batch
                 try:
                     yield batch  # its weight stays after `next(iter(loader))` or a break, until the next batch
                 finally:
-                    self._watch.stop()
-                    self._trained.end_parts()
+                    if is_watched:
+                        self._watch.stop()
+                    if self._trained.parts is not None:
+                        self._trained.end_parts()
                 if self._iterations != iteration:
                     raise RuntimeError("a newer iteration over this loader has begun; only one at a time can go on")
                 if timer is not None:
@@ -531,7 +535,8 @@ class BalancedLoader:
         self._balance.begin_batch(batch.cost, batch.samples)
         self._first = batch.number + 1
         self._consumed += sum(batch.counts)
-        if self._exchange.rank == 0:
+        if self._exchange.rank == 0 and self._balance.split.loads is not self._warned_loads:
+            self._warned_loads = self._balance.split.loads
             for network in self._networks:
                 warn_of_batchnorm(network, self.loads, _REMEDY)
         self._batch, self.weight = batch, batch.share

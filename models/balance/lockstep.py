@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import IntEnum
-from itertools import chain, count, takewhile
+from itertools import count, starmap
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,7 @@ class Signal(IntEnum):
 _IN_STEP = (Signal.REDUCED, Signal.SKIPPED)
 _HEAD, _PER_BATCH = 3 + len(Measured._fields), 3  # numbers of a message, and those for each batch of an update
 _Rows = Sequence[Sequence[float]]
+_SIGNALS, _head, _MEASURED = list(Signal), itemgetter(0), itemgetter(slice(3, _HEAD))
 
 
 class Lockstep:
@@ -159,33 +161,41 @@ class Lockstep:
         if self.is_stopping:
             self._ask(Signal.STOP)
             return deque()
+        read: list[tuple[BalancedBatch, Any]] = []
+        numbers: list[float] = []
         try:
-            read = [next(shares, (BalancedBatch(samples=0), None)) for _ in range(self._accumulate)]
-            numbers = [(share.samples, _count_of(self._count, share, data), share.agreed) for share, data in read]
+            for _ in range(self._accumulate):
+                read.append(next(shares, (BalancedBatch(samples=0), None)))
+                numbers += _numbers_of(self._count, *read[-1])
             updates, measured = self._replicas.updates(), self._balance.measured()
         except Exception as error:
             if self._ask(Signal.UNREAD) is None:
                 return deque()
             self._exchange.all_gather_error(error)
             raise
-        rows = self._ask(Signal.BATCH, *updates, *measured, *chain.from_iterable(numbers))
+        rows = self._ask(Signal.BATCH, *updates, *measured, *numbers)
         if rows is None:
             return deque()
-        if any(row[0] == Signal.UNREAD for row in rows):
+        signals, projections, norms, *_ = zip(*rows, strict=True)
+        if Signal.UNREAD in signals:
             self._exchange.all_gather_results(lambda: None, f"reading global batch {first}")
-        self._replicas.compare_updates([row[1:3] for row in rows], f"balance: before global batch {first}")
-        batches = []
+        if not math.isnan(projections[0]):
+            updates_of_ranks = [*zip(projections, norms, strict=True)]
+            self._replicas.compare_updates(updates_of_ranks, f"balance: before global batch {first}")
+        complete: list[BalancedBatch] = []
+        total = 0.0
         for number, (share, _) in enumerate(read):
             begin = _HEAD + number * _PER_BATCH
-            batches.append(self._agreed(share, first + number, [row[begin : begin + _PER_BATCH] for row in rows]))
-        total = max(batch.total or float(sum(batch.counts)) for batch in batches)
-        self._balance.receive(first, [Measured(*row[3:_HEAD]) for row in rows], total)
-        complete = list(takewhile(lambda batch: sum(batch.counts) >= self.smallest, batches))
+            batch = self._agreed(share, first + number, [*map(itemgetter(slice(begin, begin + _PER_BATCH)), rows)])
+            total = max(total, batch.total or float(sum(batch.counts)))
+            if len(complete) == number and sum(batch.counts) >= self.smallest:
+                complete.append(batch)
+        self._balance.receive(first, [*starmap(Measured, map(_MEASURED, rows))], total)
         of_update = sum(sum(batch.counted) for batch in complete) / (len(complete) or 1) if self._weighs_updates else 0
-        return deque(
-            (self._weighted(batch, of_update, ends_update=batch is complete[-1]), data)
-            for batch, (_, data) in zip(complete, read, strict=False)
-        )
+        update: deque[tuple[BalancedBatch, Any]] = deque()
+        for batch, (_, data) in zip(complete, read, strict=False):
+            update.append((self._weighted(batch, of_update, ends_update=batch is complete[-1]), data))
+        return update
 
     def _agreed(self, batch: BalancedBatch, number: int, rows: _Rows) -> BalancedBatch:
         """Return a batch with its number, the samples of all ranks and what they count; raise if these are wrong."""
@@ -200,9 +210,13 @@ class Lockstep:
                     'set, the same global_batch, and with stream="replicated" the same order of samples (the same seed '
                     "of shuffles), on all ranks"
                 )
-        counts, counted = tuple(int(row[0]) for row in rows), tuple(row[1] for row in rows)
+        samples, counted, _ = zip(*rows, strict=True)
+        counts = tuple(map(int, samples))
         if self._count is None and self._loss_reduction == "mean":
-            self._check_rows(number, counts, counted)
+            if any(counts) and counted == counts:
+                self._has_samples_as_rows = True
+            else:
+                self._check_rows(number, counts, counted)
         elif self._count is None:
             counted = tuple(map(float, counts))
         return replace(batch, number=number, counts=counts, counted=counted)
@@ -305,17 +319,18 @@ class Lockstep:
 
     def _release(self, rows: _Rows) -> None:
         """Complete the reduction in which other ranks wait for this rank's gradient."""
-        if self._reduction is not None and any(row[0] == Signal.REDUCED for row in rows):
+        if self._reduction is not None and Signal.REDUCED in map(_head, rows):
             self._reduction.complete()
 
     def _ask(self, signal: float, *numbers: float) -> _Rows | None:
         """Exchange what the ranks do next; None: the epoch ends."""
-        reduction = self._reduction
-        if self.is_open and self._batch is not None and reduction is not None and reduction.has_trained:
+        reduction = self._reduction if self.is_open and self._batch is not None else None
+        if reduction is not None and reduction.has_trained and not reduction.is_ended:
             reduction.enter_forward()  # of ranks that train a batch which this rank skipped
         while not self.was_left:
             rows = self._exchange.gather([signal, *numbers], self._width)
-            self._release(rows)
+            if Signal.REDUCED in map(_head, rows):
+                self._release(rows)
             signals = self._checked(rows)
             if Signal.SKIPPED in signals:
                 self._end_step(rows)
@@ -339,7 +354,7 @@ class Lockstep:
 
     def _checked(self, rows: _Rows) -> list[Signal]:
         """Return the signals of all ranks; raise if one has failed, or some wait for gradients that others lack."""
-        signals = [Signal(int(row[0])) for row in rows]
+        signals = [*map(_SIGNALS.__getitem__, map(int, map(_head, rows)))]
         batch = "" if self._batch is None else f" in global batch {self._batch.number}"
         if Signal.FAILED in signals:
             self.is_open = False
@@ -435,12 +450,13 @@ class Lockstep:
         )
 
 
-def _count_of(count: Count | None, share: BalancedBatch, data: Any) -> float:
+def _numbers_of(count: Count | None, share: BalancedBatch, data: Any) -> tuple[float, float, float]:
+    """Return the numbers of a batch in the message of `Signal.BATCH`."""
     if count is None or not share.samples:
-        return common_rows(data, share.samples) if share.samples else 0.0
+        return share.samples, common_rows(data, share.samples) if share.samples else 0.0, share.agreed
     value = count(data)
     try:
-        return float(value)
+        return share.samples, float(value), share.agreed
     except (TypeError, ValueError, RuntimeError) as error:
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"count= returned {shown}; expected one number, such as (labels != -100).sum()") from error

@@ -52,7 +52,7 @@ def devices(kv: KVStore) -> set[str]:
     held = [entry.stored for entry in kv._entries.values()]
     held += [flat.sum for flat in kv._flats.values() if flat.sum is not None]
     for optimizer in kv._optimizers.values():
-        states = [] if optimizer._optimizer is None else [one.values() for one in optimizer._optimizer.state.values()]
+        states = [one.values() for part in optimizer._parts.values() for one in part.optimizer.state.values()]
         held += [value for of_key in states for value in of_key if isinstance(value, Tensor) and value.dim()]
     return {tensor.device.type for tensor in held}
 
