@@ -264,7 +264,7 @@ def _shares_tensor(first: Any, second: Any) -> bool:
 
 def _tensors(data: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(data):
-        if isinstance(leaf, Tensor) and leaf.dim():
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.layout is torch.strided:
             yield leaf
         elif isinstance(leaf, Mapping):  # of a class of its own, such as BatchEncoding
             yield from _tensors(dict(leaf))
