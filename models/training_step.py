@@ -257,7 +257,7 @@ class TrainingStep:
             samples[replicas.index(share.replica)] += share.samples
         if self._load_balancer is not None and self._shares:
             self._load_balancer.measurements.add(samples, times)
-        self.worker_balance.record(samples, times, in_turn=False)
+        self.worker_balance.record(samples, times)
 
     def _divisor_and_weight(self) -> float:
         """Return the divisor of the batch's summed loss, and set the weight of its gradients."""

@@ -47,7 +47,7 @@ class WorkerBalance:
         follow measured speeds; otherwise the current split.
         """
         self._workers, self._logger, self._best_split = workers, logger, best_split
-        self._is_shared, self._in_turn = True, False
+        self._is_shared = True
         self._computed = 0.0
         self.rhythm: list[Any] = [0, 1, None]
         """Batches since the last message, batches between messages, and the clock at the last one."""
@@ -111,11 +111,10 @@ class WorkerBalance:
                 yield ahead.popleft() if ahead else next(items, None)
             left = None
 
-    def record(self, samples: Sequence[int], times: Sequence[ElapsedTime], *, in_turn: bool) -> None:
+    def record(self, samples: Sequence[int], times: Sequence[ElapsedTime]) -> None:
         """Record samples and compute time of each replica in a batch. All workers record each batch."""
         cost, self._workers.share_cost = self._workers.share_cost, None
         if self._workers.count > 1:
-            self._in_turn = in_turn
             of_sample = 1 if cost is None else cost / max(sum(samples), 1)  # replicas share one padded batch
             self._measurements.add([count * of_sample for count in samples], times)
             self._measure()
@@ -124,10 +123,9 @@ class WorkerBalance:
         """Take the times of the batches that are complete; with ``wait``, of all batches."""
         for costs, seconds in self._measurements.take(wait=wait):
             measured = [(cost, took) for cost, took in zip(costs, seconds, strict=True) if cost and took]
-            times = [took for _, took in measured]
-            together = sum(times) if self._in_turn else max(times, default=0.0)
+            together = max([took for _, took in measured], default=0.0)
             self._computed += together
-            if self._best_split and measured and not self._in_turn:
+            if self._best_split and measured:
                 together = sum(costs) / sum(cost / took for cost, took in measured)
             self._measured.append(Measured(together, sum(costs)))
 

@@ -228,21 +228,19 @@ def test_a_changed_split_begins_at_a_batch_that_no_worker_has_begun_to_read() ->
     assert distance(found[0]["params"], alone(4)) <= 1e-11
 
 
-@pytest.mark.parametrize(
-    ("best_split", "in_turn", "expected"), [(False, False, 3.0), (True, False, 1.5), (False, True, 4.0)]
-)
+@pytest.mark.parametrize(("best_split", "expected"), [(False, 3.0), (True, 1.5)])
 def test_the_time_of_a_worker_is_that_of_its_contexts_together(
-    best_split: bool, in_turn: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+    best_split: bool, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
     workers.count, workers.is_auto = 2, True
     sent: list[Any] = []
     monkeypatch.setattr(workers, "all_gather", lambda message, _: [sent.append(message) or message] * 2)
     balance = WorkerBalance(workers, logging.getLogger("gangline"), best_split=best_split)
-    balance.record([2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
-    assert balance.report(10.0, 9.0) == (expected if in_turn else 3.0, 10 - (expected if in_turn else 3.0))
+    balance.record([2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)])
+    assert balance.report(10.0, 9.0) == (3.0, 7.0)
     workers.share_cost = 100.0  # of a share that is cut by lengths
-    balance.record([2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)], in_turn=in_turn)
+    balance.record([2, 2, 0], [ElapsedTime(seconds, []) for seconds in (1.0, 3.0, 0.0)])
     assert sent == []
     balance.begin_epoch()
     balance.begin_epoch()
