@@ -14,7 +14,7 @@ from torch import Tensor
 from gangline import kvstore
 from gangline.kvstore.parameter_server.store import DistStore
 from tests.kvstore.parameter_server import digits
-from tests.kvstore.parameter_server.test_restarted_servers import SGD, WORKERS, check_equal, run, sync_with
+from tests.kvstore.parameter_server.test_restarted_servers import PATTERNS, SGD, WORKERS, check_equal, run, sync_with
 from tests.kvstore.test_launch import launch
 from tests.scripted_faults import script_processes
 
@@ -85,11 +85,11 @@ def test_every_push_counts_once_wherever_a_worker_is_killed(
     check(tmp_path, point, **options)
 
 
-def descend(steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def descend(steps: int, spec: Any = SGD) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train by gradients of the weights that are pulled, from `first_step` on; return the weights."""
     with kvstore.create("dist_sync") as kv:
         outs = sync_with(kv)
-        kv.set_optimizer(SGD)
+        kv.set_optimizer(spec)
         for step in range(kv.first_step, steps):
             kv.pull(list(outs), list(outs.values()))
             scale = sum(float(value.sum()) for value in outs.values())  # each gradient depends on all shards
@@ -108,6 +108,11 @@ def test_a_worker_goes_on_with_the_weights_of_its_first_step_though_some_shards_
     tmp_path: Path, point: str
 ) -> None:
     check_equal(tmp_path, [point], descend, 5, victim="worker 1", servers=2)
+
+
+@pytest.mark.slow
+def test_a_worker_goes_on_with_optimizers_by_pattern(tmp_path: Path) -> None:
+    check_equal(tmp_path, ["push-sent 9"], descend, 5, PATTERNS, victim="worker 1", servers=2)
 
 
 # A job that starts again from a worker's checkpoint, by the script of docs/reliability.md
