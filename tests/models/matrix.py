@@ -533,7 +533,7 @@ def by_wrapper(case: Case) -> State:
         global_batch=case.batch,
         count=lambda batch: case.count(batch[1]),
         loss_reduction="sum" if case.reduction == "sum" else "mean",
-        memory=None,
+        max_share=None,
     )
     scaler = torch.amp.GradScaler("cpu", enabled=case.half)
     with contextlib.closing(loader):
