@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from gangline.launcher.functions import launch as launch
     from gangline.models.balance.evaluation import BalancedLoader as BalancedLoader
     from gangline.models.balance.evaluation import balance as balance
+    from gangline.models.balance.gather_rows import gather_rows as gather_rows
     from gangline.models.batchnorm.distributed_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from gangline.models.checkpoint.checkpoint import load_weights as load_weights
     from gangline.models.loop.schedules import TorchScheduler as TorchScheduler
-    from gangline.models.loss.gather_rows import gather_rows as gather_rows
     from gangline.models.metrics.metric import create_metric as create_metric
     from gangline.models.module import Module as Module
     from gangline.models.pipelines.pipeline import Pipeline as Pipeline

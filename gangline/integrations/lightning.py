@@ -19,9 +19,9 @@ from gangline.integrations.queued_weights import QueuedWeights, check_options, c
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.models.balance.balanced_loader import BalancedLoader
 from gangline.models.balance.evaluation import EvaluationLoader
+from gangline.models.balance.gather_rows import gather_rows
 from gangline.models.balanced_batch import batch_of_rows, share_of_mean
 from gangline.models.data.loaders import copy_loader
-from gangline.models.loss.gather_rows import gather_rows
 
 
 class Balance(Callback):
