@@ -23,7 +23,6 @@ from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec, check_learning_rate
 from gangline.kvstore.registry import IN_PROCESS
 from gangline.kvstore.workload import check_work_load_list
-from gangline.models.balance.worker_balance import WorkerBalance
 from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
 from gangline.models.checkpoint import checkpoint
 from gangline.models.data.batches import as_batch, num_samples, zeros_of
@@ -54,7 +53,7 @@ from gangline.models.workers import Workers
 Params = Mapping[str, torch.Tensor]
 
 
-class Module:
+class Module(TrainingStep):
     """A network trained on one or several contexts, with the result of training on one.
 
     Each context with a load holds a replica. A batch is split over the replicas by ``work_load_list``, their gradients
@@ -122,19 +121,17 @@ class Module:
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"network is a {type(network).__name__}; expected a torch.nn.Module")
-        self.network = network
         self.contexts = contexts(context)
         use_own_gpu(self.contexts)
         self._job_store = job_store() if context == "parallel" else None
-        self.logger = logger or logging.getLogger("gangline")
-        self.load_balancer: ContextBalance | None = None
-        """Measurements behind ``work_load_list="auto"``."""
+        logger = logger or logging.getLogger("gangline")
+        balancer = None
         if isinstance(work_load_list, str):
             if work_load_list != "auto":
                 raise ValueError(f"work_load_list is {work_load_list!r}; expected one number per context, or 'auto'")
             minimum = 1 if sync_batchnorm else smallest_share(network)
-            self.load_balancer = ContextBalance(self.contexts, self.logger, minimum)
-            work_load_list = self.load_balancer.loads
+            balancer = ContextBalance(self.contexts, logger, minimum)
+            work_load_list = balancer.loads
         loads = check_work_load_list(work_load_list, len(self.contexts))
         compression = parse(compression_params).params if compression_params is not None else None
         if autocast not in (None, torch.bfloat16, torch.float16):
@@ -143,32 +140,24 @@ class Module:
             raise ValueError(f"random is {random!r}; expected 'context' or 'sample'")
         check_shard(shard, or_weights=True)
         if shard == "weights":
-            _check_divided(len(self.contexts), self.load_balancer, compression, sync_batchnorm, autocast)
-        measures_workers = self._job_store is not None and self.load_balancer is not None
+            _check_divided(len(self.contexts), balancer, compression, sync_batchnorm, autocast)
+        measures_workers = self._job_store is not None and balancer is not None
         self._options = StoreOptions(len(self.contexts), measures_workers, compression, shard, memory)
-        self.loss_scale = LossScale() if autocast is torch.float16 else None
-        """Scale of the loss under float16; None otherwise."""
-        self.loss = SummedLoss(loss, loss_normalizer)
-        self.run_state = RunState()
-        self.bound = Executor(
+        summed = SummedLoss(loss, loss_normalizer)
+        executor = Executor(
             network,
             self.contexts,
-            loads if self.load_balancer is None else [1] * len(self.contexts),
+            loads if balancer is None else [1] * len(self.contexts),
             _check_parameter_names(network, fixed_param_names or ()),
-            self.loss,
+            summed,
             sync_batchnorm=bool(sync_batchnorm),
             autocast=autocast,
-            measure=self.load_balancer is not None,
+            measure=balancer is not None,
             dropout_by_sample=random == "sample",
         )
-        self._step = TrainingStep(
-            self.bound,
-            self.loss,
-            self.run_state,
-            loads=loads,
-            load_balancer=self.load_balancer,
-            loss_scale=self.loss_scale,
-            logger=self.logger,
+        loss_scale = LossScale() if autocast is torch.float16 else None
+        super().__init__(
+            executor, summed, RunState(), loads=loads, load_balancer=balancer, loss_scale=loss_scale, logger=logger
         )
         self._for_training = True
         self._params_set = False
@@ -223,18 +212,9 @@ class Module:
             if labels != size:
                 raise ValueError(f"data_shapes have a batch of {size}, but label_shapes one of {labels}")
         self._for_training = bool(for_training)
-        self._step.inputs_need_grad = bool(inputs_need_grad)
+        self._inputs_need_grad = bool(inputs_need_grad)
         self.grad_req = grad_req
         self.bound.bind(zeros)
-
-    @property
-    def grad_req(self) -> str:
-        """Accumulation of gradients before an `update`, see `bind`."""
-        return self._step.grad_req
-
-    @grad_req.setter
-    def grad_req(self, grad_req: str) -> None:
-        self._step.grad_req = grad_req
 
     def init_params(
         self,
@@ -324,7 +304,7 @@ class Module:
         return found
 
     def _load_state(self, state: Params) -> None:
-        replicas, optimizer = self.bound.replicas, self._step.optimizer
+        replicas, optimizer = self.bound.replicas, self._optimizer
         replicas.average_buffers(self.workers)
         replicas.load_state_dict(dict(state))
         if optimizer.is_set and not optimizer.shards_weights:  # then all workers have loaded rank 0's
@@ -368,7 +348,7 @@ class Module:
         """
         self.bound.replicas.average_buffers(self.workers)
         if self.workers.count > 1 and not self.workers.in_step:
-            self._step.optimizer.pull_weights()
+            self._optimizer.pull_weights()
 
     # -- optimizer ----------------------------------------------------------------------------------------------
 
@@ -395,7 +375,7 @@ class Module:
         named = parameters_of(self.network)
         spec = OptimizerSpec.parse((optimizer, dict(optimizer_params or {})), named)
         store = self._resolve_store(kvstore)
-        replicas, previous = self.bound.replicas, self._step.optimizer
+        replicas, previous = self.bound.replicas, self._optimizer
         replicas.update_trained_parameters()
         spec.check_keys(named, replicas.first.parameters)
         if not replicas.first.parameters:
@@ -416,13 +396,13 @@ class Module:
             previous.close()
         if self._options.compression is not None and binding.store is None:
             self.logger.warning("a single context sends no gradients, so compression_params has no effect")
-        self._step.set_optimizer(binding)
+        self._set_optimizer(binding)
         self.optimizer_request = (kvstore, optimizer, dict(optimizer_params or {}))
         self.run_state.optimizer_set_by_fit = False
 
     def _begin_training(self) -> None:
         """Also train what requires gradients since `init_optimizer`; the others keep their state. Collective then."""
-        if not self._step.unfrozen():
+        if not self._unfrozen():
             return
         assert self.optimizer_request is not None
         state, rate, named = self.optimizer_state(), self.learning_rate, parameters_of(self.network)
@@ -464,19 +444,14 @@ class Module:
         self._share_untrained(workers)
 
     @property
-    def workers(self) -> Workers:
-        """The workers of the job, from `init_optimizer` on."""
-        return self._step.workers
-
-    @property
     def optimizer_initialized(self) -> bool:
         """True after `init_optimizer`."""
-        return self._step.optimizer.is_set
+        return self._optimizer.is_set
 
     @property
     def shards_weights(self) -> bool:
         """True if weights are sharded over the workers, so that each forward is collective."""
-        return self._step.optimizer.shards_weights
+        return self._optimizer.shards_weights
 
     @property
     def store_type(self) -> str | None:
@@ -486,7 +461,7 @@ class Module:
     @property
     def store(self) -> KVStore | None:
         """The store that sums gradients; None before `init_optimizer`, and if a single context needs no store."""
-        return self._step.optimizer.store
+        return self._optimizer.store
 
     @property
     def learning_rate(self) -> float:
@@ -510,9 +485,9 @@ class Module:
         return self.store.compression_residuals() if self.store is not None else {}
 
     def _require_optimizer(self, call: str) -> OptimizerBinding:
-        if not self._step.optimizer.is_set:
+        if not self._optimizer.is_set:
             raise RuntimeError(f"{call} came before init_optimizer(); call it first")
-        return self._step.optimizer
+        return self._optimizer
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -532,32 +507,7 @@ class Module:
         train = self._for_training if is_train is None else is_train
         if train:
             self._begin_training()
-        self._step.forward(*_unpack(data, label), train=train)
-
-    def backward(self, out_grads: Any = None) -> None:
-        """Compute gradients of the last forward's loss, or from gradients of its outputs.
-
-        A second backward before `update` adds to the first; see ``grad_req`` of `bind`.
-
-        Args:
-            out_grads: gradients of the outputs, for the whole batch; None: start from the loss.
-
-        Raises:
-            RuntimeError: if there was no forward in training mode, or there is neither a loss nor ``out_grads``.
-            ValueError: if ``out_grads`` has another batch size.
-        """
-        self._step.backward(out_grads)
-
-    def update(self) -> None:
-        """Sum the gradients, run the optimizer once, and give every replica the new weights.
-
-        Parameters without a gradient are not changed. If float16 gradients overflowed, the update is skipped. After an
-        error the gradients are discarded; store and replicas have equal weights, of which some may be updated.
-
-        Raises:
-            RuntimeError: before `init_optimizer` or before `backward`.
-        """
-        self._step.update()
+        self._run(*_unpack(data, label), train=train)
 
     def forward_backward(self, data: Any, label: Any = None) -> None:
         """Run `forward` in training mode, then `backward`.
@@ -565,7 +515,7 @@ class Module:
         With ``work_load_list="auto"`` a batch that does not fit into a context's memory is run again in micro-steps.
         """
         self._begin_training()
-        self._step.forward_backward(*_unpack(data, label))
+        self._run_both(*_unpack(data, label))
 
     def forward_backward_update(self, data: Any, label: Any = None) -> None:
         """Run a whole training step; gradients are pushed to the store while backward is still running.
@@ -576,33 +526,7 @@ class Module:
         buckets that had been pushed count once.
         """
         self._begin_training()
-        self._step.forward_backward_update(*_unpack(data, label))
-
-    def drop_gradients(self) -> None:
-        """Discard gradients that no `update` has used."""
-        self._step.drop_gradients()
-
-    def get_outputs(self, merge: bool = True) -> Any:
-        """Return the last forward's outputs, on the first context; with ``merge=False`` a list, one per replica."""
-        return self._step.outputs(merge)
-
-    def labelled_outputs(self) -> list[tuple[Any, Any]]:
-        """Return (labels, outputs) of the last forward for metrics that can count a batch in parts.
-
-        There is one pair per context, or a single pair on the first context if the outputs are small.
-        """
-        return self._step.labelled_outputs()
-
-    def get_loss(self) -> torch.Tensor:
-        """Return the last forward's mean loss over this worker's batch: a scalar tensor on the first context."""
-        return self._step.loss()
-
-    def get_input_grads(self, merge: bool = True) -> Any:
-        """Return the gradients of the last batch's data; needs ``bind(..., inputs_need_grad=True)``.
-
-        Gradients of integer inputs, and of inputs that the loss does not depend on, are zeros.
-        """
-        return self._step.input_grads(merge)
+        self._run_step(*_unpack(data, label))
 
     def update_metric(self, eval_metric: EvalMetric, labels: Any) -> None:
         """Update a metric with the last forward's outputs.
@@ -623,16 +547,6 @@ class Module:
         self.worker_balance.begin_epoch()
 
     @property
-    def worker_balance(self) -> WorkerBalance:
-        """Measurements of the workers, from `init_optimizer` on."""
-        return self._step.worker_balance
-
-    @property
-    def work_load_list(self) -> list[float]:
-        """The current loads, one per context."""
-        return self._step.loads
-
-    @property
     def step(self) -> int:
         """Number of training batches run so far, on which the random streams of the contexts depend."""
         return self.run_state.step
@@ -641,16 +555,6 @@ class Module:
     def position(self) -> Position:
         """Position of the last `fit` in its data."""
         return self.run_state.position
-
-    @property
-    def normalizer(self) -> float:
-        """Divisor of the last forward's summed loss, on this worker."""
-        return self._step.normalizer
-
-    @property
-    def seconds_waiting(self) -> float:
-        """Seconds that steps have waited for the store, and through it for other workers; 0 without a store."""
-        return self._step.seconds_waiting
 
     # -- loops --------------------------------------------------------------------------------------------------
 
@@ -770,7 +674,7 @@ class Module:
         try:
             return fit(self, train_data, eval_data, eval_metric, options)
         finally:
-            self._step.optimizer.release_parameters()
+            self._optimizer.release_parameters()
 
     def score(
         self,
@@ -942,7 +846,7 @@ class Module:
 
     def keep(self, of_loop: Any) -> None:
         """Save the state of this worker and of its loop between two steps, for a restart; see `KVStore.keep`."""
-        assert isinstance(self._step.optimizer, StoreOptimizer)  # workers of other stores are not restarted alone
+        assert isinstance(self._optimizer, StoreOptimizer)  # workers of other stores are not restarted alone
         replicas, run_state = self.bound.replicas, self.run_state
         state = {
             "untrained": [replica.untrained() for replica in replicas.all],
@@ -952,12 +856,12 @@ class Module:
             "loss_scale": self.loss_scale.state() if self.loss_scale is not None else None,
             "load_balancer": self.load_balancer.state() if self.load_balancer is not None else None,
         }
-        self._step.optimizer.keep([state, of_loop])
+        self._optimizer.keep([state, of_loop])
 
     def kept(self) -> Any:
         """Restore the state that `keep` saved before a restart; return the loop's state, None if there is none."""
-        assert isinstance(self._step.optimizer, StoreOptimizer)
-        replicas, found = self.bound.replicas, self._step.optimizer.kept()
+        assert isinstance(self._optimizer, StoreOptimizer)
+        replicas, found = self.bound.replicas, self._optimizer.kept()
         if found is None:
             return None
         state, of_loop = found
@@ -982,18 +886,18 @@ class Module:
         `get_params` or `save_params` first.
         """
         self._close_store()
-        self._step.close()
+        self._shares = []  # the last batch
         self.bound.close()
 
     def leave(self) -> None:
         """Leave the job if the store was created here, so that other workers do not wait for this one."""
-        if self._step.optimizer.owns_store:
+        if self._optimizer.owns_store:
             self._close_store()
 
     def _close_store(self) -> None:
-        self._step.optimizer.close()
-        self._step.set_optimizer(NoOptimizer())
-        self.bound.join(self._step.workers)
+        self._optimizer.close()
+        self._set_optimizer(NoOptimizer())
+        self.bound.join(self.workers)
 
     def __enter__(self) -> Self:
         return self

@@ -59,13 +59,20 @@ class TrainingStep:
         logger: logging.Logger,
     ) -> None:
         """Start without an optimizer; fixed ``loads`` are used if there is no balancer."""
-        self._executor, self._loss, self._run_state, self._logger = executor, loss, run_state, logger
-        self._loads, self._load_balancer, self._loss_scale = list(loads), load_balancer, loss_scale
+        self.network, self.bound, self.loss, self.run_state = executor.network, executor, loss, run_state
+        self.logger = logger
+        self.load_balancer = load_balancer
+        """Measurements behind ``work_load_list="auto"``."""
+        self.loss_scale = loss_scale
+        """Scale of the loss under float16; None otherwise."""
+        self._loads = list(loads)
         self._minimum = 1 if executor.sync_batchnorm else smallest_share(executor.network)
         self.grad_req = "write"
-        self.inputs_need_grad = False
-        self.set_optimizer(NoOptimizer())
+        """Accumulation of gradients before an `update`, see `bind`."""
+        self._inputs_need_grad = False
+        self._set_optimizer(NoOptimizer())
         self.seconds_waiting = 0.0
+        """Seconds that steps have waited for the store, and through it for other workers; 0 without a store."""
         self._shares: list[Share] = []
         self._divisor: float | None = None  # of the batch's summed loss; None while it is unknown
         self._split: tuple[int, list[float]] | None = None  # samples and loads of the last cut
@@ -78,72 +85,75 @@ class TrainingStep:
         self._weight: float | None = None
         """Number of samples of this worker's mean gradient; None if gradients are summed over the workers."""
 
-    def set_optimizer(self, optimizer: OptimizerBinding) -> None:
+    def _set_optimizer(self, optimizer: OptimizerBinding) -> None:
         """Set the optimizer of `update`, and join its workers' steps."""
-        self.optimizer, self.workers = optimizer, optimizer.workers
+        self._optimizer = optimizer
+        self.workers = optimizer.workers
+        """The workers of the job, from `init_optimizer` on."""
         self.workers.minimum = self._minimum
-        self.worker_balance = WorkerBalance(self.workers, self._logger, best_split=self._load_balancer is not None)
+        self.worker_balance = WorkerBalance(self.workers, self.logger, best_split=self.load_balancer is not None)
+        """Measurements of the workers, from `init_optimizer` on."""
         if self.workers.count > 1:
-            self._executor.start_timers()
+            self.bound.start_timers()
 
     @property
-    def loads(self) -> list[float]:
+    def work_load_list(self) -> list[float]:
         """The current loads, one per context."""
-        return self._load_balancer.loads if self._load_balancer is not None else self._loads
+        return self.load_balancer.loads if self.load_balancer is not None else self._loads
 
     @property
     def normalizer(self) -> float:
-        """Normalizer of the last forward's summed loss, on this worker."""
-        return 1.0 if self._loss.is_sum else sum([share.count for share in self._shares], 0.0)
+        """Divisor of the last forward's summed loss, on this worker."""
+        return 1.0 if self.loss.is_sum else sum([share.count for share in self._shares], 0.0)
 
-    def unfrozen(self) -> list[str]:
+    def _unfrozen(self) -> list[str]:
         """Return the names of parameters that require gradients now and were frozen when the optimizer was set.
 
         Raises:
             RuntimeError: if there are some while gradients wait for `update`.
         """
-        names = self._executor.replicas.unfrozen() if self.optimizer.is_set and self._executor.is_bound else []
+        names = self.bound.replicas.unfrozen() if self._optimizer.is_set and self.bound.is_bound else []
         if names and not self._gradients_used:
             raise RuntimeError(f"{', '.join(names)} were unfrozen between backward() and update(); call update() first")
         return names
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def forward(self, data: Any, label: Any, *, train: bool) -> None:
-        """Run a batch forward; see `Module.forward`."""
+    def _run(self, data: Any, label: Any, *, train: bool) -> None:
+        """Run a batch forward."""
         data, label = self._checked(data, label)
-        replicas = self._executor.replicas
+        replicas = self.bound.replicas
         if train:
             self._begin_batch(data)
         else:
-            self.optimizer.begin_forward(train=False)
-            replicas.copy_written(weights=not self.optimizer.is_set)
+            self._optimizer.begin_forward(train=False)
+            replicas.copy_written(weights=not self._optimizer.is_set)
         try:
             self._forward_pass(data, label, train)
         finally:
             replicas.note()
-        self._run_state.step += train
+        self.run_state.step += train
 
     def _forward_pass(self, data: Batch | None, label: Batch | None, train: bool) -> None:
         """Run a batch in one pass, or take part without samples; in evaluation, run parts that fit into memory."""
         self._shares = []  # frees the last batch's graph before the next one is built
         if data is not None:
             slices = self._slices(num_samples(data, "data"))
-            if self._load_balancer is not None and not train:
+            if self.load_balancer is not None and not train:
 
                 def run(steps: Sequence[Sequence[slice]]) -> list[Share]:
                     return [share for part in steps for share in self._run_forward(data, label, part, train=False)]
 
-                self._shares = self._run_until_it_fits(self._load_balancer.limits, slices, run)
+                self._shares = self._run_until_it_fits(self.load_balancer.limits, slices, run)
             else:
                 with self._ending_on_error():
                     self._shares = self._run_forward(data, label, slices, train)
         elif train:
-            self._executor.forward_without_samples()
-        self._timed(self.optimizer.end_forward, has_samples=data is not None)
+            self.bound.forward_without_samples()
+        self._timed(self._optimizer.end_forward, has_samples=data is not None)
 
     def _slices(self, samples: int) -> list[slice]:
-        split = samples, self.loads
+        split = samples, self.work_load_list
         if self._split != split:
             self._split, self._cut = split, split_batch(*split, self._minimum)
         return self._cut
@@ -152,26 +162,26 @@ class TrainingStep:
         """Bind the replicas and return data and label as batches, or None on one of several workers without samples."""
         self._has_no_samples = self.workers.has_others and is_empty(data)
         data, label = (None, None) if self._has_no_samples else checked_batch(data, label)
-        self._executor.bind(data)
+        self.bound.bind(data)
         return data, label
 
     def _begin_batch(self, data: Batch | None) -> None:
-        replicas = self._executor.replicas
-        self.optimizer.begin_forward(train=True)
-        replicas.copy_written(weights=not self.optimizer.is_set)
+        replicas = self.bound.replicas
+        self._optimizer.begin_forward(train=True)
+        replicas.copy_written(weights=not self._optimizer.is_set)
         replicas.copy_frozen_and_hooks()
         if isinstance(self.workers, ElasticWorkers):
             self._first_sample = self.workers.first_sample
-        elif self._executor.dropout_by_sample and self.workers.in_step:
+        elif self.bound.dropout_by_sample and self.workers.in_step:
             own = 0 if data is None else num_samples(data, "data")
             counts = self._timed(self.workers.all_gather, own, "samples of each worker")
             self._first_sample = sum(counts[: self.workers.rank])
         if self._gradients_used:
             replicas.clear_gradients()
             self._accumulation = GradientAccumulation()
-        self._executor.take_times()  # drops the times of a failed batch
-        if self._load_balancer is not None:
-            self._load_balancer.begin_batch()
+        self.bound.take_times()  # drops the times of a failed batch
+        if self.load_balancer is not None:
+            self.load_balancer.begin_batch()
 
     def _run_forward(
         self,
@@ -184,13 +194,13 @@ class TrainingStep:
         divisor: float | None = None,
     ) -> list[Share]:
         """Run one pass over the replicas; ``number`` counts the micro-steps of a batch."""
-        seed, step = self._run_state.seed, self._run_state.step
-        return self._executor.forward(
+        seed, step = self.run_state.seed, self.run_state.step
+        return self.bound.forward(
             data,
             label,
             slices,
             train=train,
-            inputs_need_grad=self.inputs_need_grad and train,
+            inputs_need_grad=self._inputs_need_grad and train,
             seed=(seed, step, number) if number else (seed, step),
             divisor=divisor,
             first_sample=self._first_sample,
@@ -198,16 +208,26 @@ class TrainingStep:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def backward(self, out_grads: Any) -> None:
-        """Run backward from the loss, or from gradients of the outputs; see `Module.backward`."""
-        if not self._executor.is_bound or not (self._shares or self._has_no_samples):
+    def backward(self, out_grads: Any = None) -> None:
+        """Compute gradients of the last forward's loss, or from gradients of its outputs.
+
+        A second backward before `update` adds to the first; see ``grad_req`` of `bind`.
+
+        Args:
+            out_grads: gradients of the outputs, for the whole batch; None: start from the loss.
+
+        Raises:
+            RuntimeError: if there was no forward in training mode, or there is neither a loss nor ``out_grads``.
+            ValueError: if ``out_grads`` has another batch size.
+        """
+        if not self.bound.is_bound or not (self._shares or self._has_no_samples):
             raise RuntimeError("backward() came before forward(); call forward(data, label) first")
         if self._shares and not any(
             share.has_graph or any(tensor.requires_grad for tensor in tensors_of(share.output))
             for share in self._shares
         ):
             raise RuntimeError("backward() needs a forward() in training mode; call forward(..., is_train=True)")
-        replicas = self._executor.replicas
+        replicas = self.bound.replicas
         try:
             if out_grads is None:
                 self._backward_from_loss(push_early=False)
@@ -233,8 +253,8 @@ class TrainingStep:
         scale = self._scale
         self._input_factor = 1 / scale
         with self._ending_on_error(discards=True):
-            self._executor.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
-            self._timed(self.optimizer.end_backward, has_graph=bool(self._shares))
+            self.bound.backward_from(self._shares, map_tensors(lambda grad: grad * scale, grads))
+            self._timed(self._optimizer.end_backward, has_graph=bool(self._shares))
 
     def _backward_from_loss(self, *, push_early: bool) -> None:
         if self._shares:
@@ -245,27 +265,27 @@ class TrainingStep:
 
     def _record_times(self) -> None:
         """Record samples and time of each replica in this batch, after backward."""
-        if self._load_balancer is None and self.workers.count == 1:
+        if self.load_balancer is None and self.workers.count == 1:
             return
-        replicas, times = self._executor.replicas.all, self._executor.take_times()
+        replicas, times = self.bound.replicas.all, self.bound.take_times()
         if times:
-            waited = self.optimizer.take_seconds_waiting()  # only if there is one replica
+            waited = self._optimizer.take_seconds_waiting()  # only if there is one replica
             self.seconds_waiting += waited
             times[0].on_host -= waited
         samples = [0] * len(replicas)
         for share in self._shares:
             samples[replicas.index(share.replica)] += share.samples
-        if self._load_balancer is not None and self._shares:
-            self._load_balancer.measurements.add(samples, times)
+        if self.load_balancer is not None and self._shares:
+            self.load_balancer.measurements.add(samples, times)
         self.worker_balance.record(samples, times)
 
     def _divisor_and_weight(self) -> float:
         """Return the divisor of the batch's summed loss, and set the weight of its gradients."""
-        if self._loss.is_sum:
+        if self.loss.is_sum:
             self._weight = None
             return 1.0
-        if self._executor.joins_workers or (
-            self.optimizer.shards_weights and (self.grad_req == "add" or not self._gradients_used)
+        if self.bound.joins_workers or (
+            self._optimizer.shards_weights and (self.grad_req == "add" or not self._gradients_used)
         ):
             return self._joint_divisor()
         if self.grad_req == "add":
@@ -290,10 +310,10 @@ class TrainingStep:
 
     def _turn_mean_into_sum(self) -> None:
         """Scale gradients that are this worker's mean to its part of the mean over all workers. Collective."""
-        if self._weight is not None and not self.optimizer.shards_weights:  # gradients are the mean over all workers
+        if self._weight is not None and not self._optimizer.shards_weights:  # gradients are the mean over all workers
             factor = self._weight / (self._timed(self.workers.total, self._weight) or 1.0)
             if factor != 1.0:
-                self._executor.replicas.scale_gradients(factor)
+                self.bound.replicas.scale_gradients(factor)
             self._weight = None
 
     def _backward_of(
@@ -301,12 +321,12 @@ class TrainingStep:
     ) -> None:
         self._begin_backward(shares, push_early=push_early, rerun=rerun)
         with self._ending_on_error(discards=discards):
-            self._executor.backward(shares, divisor / self._scale)
-            self._timed(self.optimizer.end_backward, has_graph=any(share.has_graph for share in shares))
+            self.bound.backward(shares, divisor / self._scale)
+            self._timed(self._optimizer.end_backward, has_graph=any(share.has_graph for share in shares))
 
     def _begin_backward(self, shares: Sequence[Share], *, push_early: bool = False, rerun: bool = False) -> None:
-        active = [self._executor.replicas.all.index(share.replica) for share in shares]
-        self.optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
+        active = [self.bound.replicas.all.index(share.replica) for share in shares]
+        self._optimizer.begin_backward(active, push_early=push_early, weight=self._weight, rerun=rerun)
 
     @contextmanager
     def _ending_on_error(self, *, discards: bool = False) -> Iterator[None]:
@@ -316,12 +336,12 @@ class TrainingStep:
         except BaseException as error:
             self._gradients_used |= discards
             if isinstance(error, Exception):
-                self.optimizer.refuse(error)
+                self._optimizer.refuse(error)
             raise
 
     @property
     def _scale(self) -> float:
-        return self._loss_scale.value if self._loss_scale is not None else 1.0
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
 
     def _set_input_factor(self, divisor: float) -> None:
         self._input_factor = divisor / (self.normalizer or float("nan")) / self._scale
@@ -329,13 +349,20 @@ class TrainingStep:
     # -- update -------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Update the weights; see `Module.update`."""
-        if not self.optimizer.is_set:
+        """Sum the gradients, run the optimizer once, and give every replica the new weights.
+
+        Parameters without a gradient are not changed. If float16 gradients overflowed, the update is skipped. After an
+        error the gradients are discarded; store and replicas have equal weights, of which some may be updated.
+
+        Raises:
+            RuntimeError: before `init_optimizer` or before `backward`.
+        """
+        if not self._optimizer.is_set:
             raise RuntimeError("update() came before init_optimizer(); call it first")
         if self._gradients_used:
             raise RuntimeError("update() came before backward(); call forward() and backward() first")
-        replicas = self._executor.replicas
-        finite = all_finite(replicas.all_gradients()) if self._loss_scale is not None else None
+        replicas = self.bound.replicas
+        finite = all_finite(replicas.all_gradients()) if self.loss_scale is not None else None
         self._gradients_used = True  # also after an error, which may leave gradients incomplete
         if replicas.noted_gradients and (names := replicas.take_written_gradients(by_all=self.workers.has_others)):
             raise RuntimeError(
@@ -346,19 +373,19 @@ class TrainingStep:
         factor = self._accumulation.factor / self._scale
         if factor != 1.0:
             replicas.scale_gradients(factor)
-        if self._loss_scale is not None and not self._loss_scale.accepts(self.workers.any(not finite)):
-            self._log_skipped(self._loss_scale)
+        if self.loss_scale is not None and not self.loss_scale.accepts(self.workers.any(not finite)):
+            self._log_skipped(self.loss_scale)
             return
         try:
-            self._timed(self.optimizer.update, self._weight)
+            self._timed(self._optimizer.update, self._weight)
         except BaseException as error:
-            self.optimizer.abandon(error)
+            self._optimizer.abandon(error)
             raise
 
     def _log_skipped(self, loss_scale: LossScale) -> None:
         """Log a skipped step at debug level, and as a warning after `_SKIPPED_STEPS` of them in a row."""
         if loss_scale.skipped == _SKIPPED_STEPS and self.workers.is_first:
-            self._logger.warning(
+            self.logger.warning(
                 "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. "
                 "Look for inf and nan in the data, lower the learning rate, or use bfloat16 (autocast=torch.bfloat16, "
                 "--dtype bfloat16)",
@@ -366,15 +393,15 @@ class TrainingStep:
                 loss_scale.value,
             )
         else:
-            self._logger.debug("gradients overflowed float16; the step is skipped")
+            self.logger.debug("gradients overflowed float16; the step is skipped")
 
     def drop_gradients(self) -> None:
-        """Discard gradients that no update has used."""
+        """Discard gradients that no `update` has used."""
         self._gradients_used = True
 
     def _timed(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a function; with a store, add its time to `seconds_waiting`."""
-        if self.optimizer.store is None:
+        if self._optimizer.store is None:
             return call(*arguments, **options)
         began = time.perf_counter()
         result = call(*arguments, **options)
@@ -383,53 +410,50 @@ class TrainingStep:
 
     # -- whole steps --------------------------------------------------------------------------------------------
 
-    def forward_backward(self, data: Any, label: Any) -> None:
-        """Run a batch forward and backward; see `Module.forward_backward`."""
+    def _run_both(self, data: Any, label: Any) -> None:
+        """Run a batch forward and backward."""
         self._forward_backward(*self._checked(data, label), push_early=False)
-        self._executor.replicas.note_gradients(by_all=self.workers.has_others)
+        self.bound.replicas.note_gradients(by_all=self.workers.has_others)
 
-    def forward_backward_update(self, data: Any, label: Any) -> None:
-        """Run a whole step; see `Module.forward_backward_update`."""
+    def _run_step(self, data: Any, label: Any) -> None:
+        """Run a whole step."""
         data, label = self._checked(data, label)
         # With a loss scale no bucket is pushed early. A store updates the weights of a bucket once it is summed, and
         # cannot undo the update if the gradient of an earlier layer overflows afterwards.
         push_early = (
-            self.optimizer.is_set
-            and self._loss_scale is None
-            and self._gradients_used
-            and not self._executor.joins_workers
+            self._optimizer.is_set and self.loss_scale is None and self._gradients_used and not self.bound.joins_workers
         )
         try:
             self._forward_backward(data, label, push_early=push_early)
-            self._executor.replicas.noted_gradients = []  # nobody can write them before the update
+            self.bound.replicas.noted_gradients = []  # nobody can write them before the update
             self.update()
         except BaseException as error:
             self.drop_gradients()
             if push_early:
-                self.optimizer.abandon(error)
+                self._optimizer.abandon(error)
             raise
 
     def _forward_backward(self, data: Batch | None, label: Batch | None, *, push_early: bool) -> None:
         self._begin_batch(data)
         self._divisor = None
         self._shares = []
-        balancer = self._load_balancer
+        balancer = self.load_balancer
         try:
-            if data is None or balancer is None or self._executor.sync_batchnorm:  # joint statistics: the whole batch
+            if data is None or balancer is None or self.bound.sync_batchnorm:  # joint statistics: the whole batch
                 self._run_whole(data, label, push_early)
             else:
                 self._run_in_parts(balancer, data, label, push_early)
         finally:
-            self._executor.replicas.note()
-        self._run_state.step += 1
+            self.bound.replicas.note()
+        self.run_state.step += 1
         self._gradients_used = False
         self._record_times()
 
     def _run_whole(self, data: Batch | None, label: Batch | None, push_early: bool) -> None:
         """Run a batch forward and backward, in one task per replica if the normalizer is known in advance."""
-        if push_early and data is not None and self.grad_req == "write" and self._executor.can_fuse_backward:
+        if push_early and data is not None and self.grad_req == "write" and self.bound.can_fuse_backward:
             samples = num_samples(data, "data")
-            normalizer = self._loss.known_normalizer(label, samples)
+            normalizer = self.loss.known_normalizer(label, samples)
             if normalizer is not None:
                 self._fused_forward_backward(data, label, self._slices(samples), normalizer)
                 return
@@ -438,7 +462,7 @@ class TrainingStep:
 
     def _run_in_parts(self, balancer: ContextBalance, data: Batch, label: Batch | None, push_early: bool) -> None:
         """Run a batch whole or in micro-steps that fit into memory; after an out-of-memory error, in smaller ones."""
-        replicas = self._executor.replicas
+        replicas = self.bound.replicas
         if self.grad_req == "write" and not self._gradients_used:
             self._turn_mean_into_sum()
         kept = replicas.detach_gradients()
@@ -480,8 +504,8 @@ class TrainingStep:
                 return sorted(run(micro_steps), key=_context_index)
             except Exception as error:
                 restore()
-                self._executor.take_times()  # drops the times of the failed attempt
-                if not is_out_of_memory(error) or not limits.lower(self._executor.out_of_memory, micro_steps):
+                self.bound.take_times()  # drops the times of the failed attempt
+                if not is_out_of_memory(error) or not limits.lower(self.bound.out_of_memory, micro_steps):
                     raise
             torch.cuda.empty_cache()  # outside the handler: the exception's frames hold tensors
 
@@ -493,7 +517,7 @@ class TrainingStep:
         With ``rerun`` the batch has failed before. If backward had failed, divisor and weight are set, and buckets may
         have been pushed with gradients of the whole batch: the other buckets follow with gradients of the same sum.
         """
-        samples = 1.0 if self._loss.is_sum else float(num_samples(data, "data"))
+        samples = 1.0 if self.loss.is_sum else float(num_samples(data, "data"))
         divisor = self._divisor or samples
         for number, slices in enumerate(micro_steps):
             shares = self._run_forward(data, label, slices, True, number)
@@ -506,7 +530,7 @@ class TrainingStep:
         if self._divisor is None:
             self._divisor = self._divisor_and_weight()
             if divisor != self._divisor:
-                self._executor.replicas.scale_gradients(divisor / self._divisor)
+                self.bound.replicas.scale_gradients(divisor / self._divisor)
         self._set_input_factor(divisor)
 
     def _fused_forward_backward(
@@ -514,21 +538,24 @@ class TrainingStep:
     ) -> None:
         """Run forward and backward of each replica in one thread task."""
         self._divisor = normalizer or 1.0
-        self._weight = None if self._loss.is_sum else normalizer
-        active = self._executor.active_replicas(slices)
-        self.optimizer.begin_backward(active, push_early=True, weight=self._weight)
+        self._weight = None if self.loss.is_sum else normalizer
+        active = self.bound.active_replicas(slices)
+        self._optimizer.begin_backward(active, push_early=True, weight=self._weight)
         self._shares = self._run_forward(data, label, slices, True, divisor=self._divisor)
         self._input_factor = normalizer / (normalizer or float("nan"))  # nothing is pushed early with a loss scale
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def outputs(self, merge: bool) -> Any:
-        """Return the last forward's outputs; see `Module.get_outputs`."""
+    def get_outputs(self, merge: bool = True) -> Any:
+        """Return the last forward's outputs, on the first context; with ``merge=False`` a list, one per replica."""
         self._check_forwarded("get_outputs")
         return self._gather([map_tensors(torch.Tensor.detach, share.output) for share in self._shares], merge)
 
     def labelled_outputs(self) -> list[tuple[Batch | None, Batch]]:
-        """Return the last forward's labels and outputs; see `Module.labelled_outputs`."""
+        """Return (labels, outputs) of the last forward for metrics that can count a batch in parts.
+
+        There is one pair per context, or a single pair on the first context if the outputs are small.
+        """
         self._check_forwarded("labelled_outputs")
         labels = [share.label for share in self._shares]
         outputs = [map_tensors(torch.Tensor.detach, share.output) for share in self._shares]
@@ -538,8 +565,8 @@ class TrainingStep:
             labels = [None if labels[0] is None else self._gather(labels, merge=True)]
         return list(zip(labels, outputs, strict=True))
 
-    def loss(self) -> torch.Tensor:
-        """Return the last forward's loss; see `Module.get_loss`."""
+    def get_loss(self) -> torch.Tensor:
+        """Return the last forward's mean loss over this worker's batch: a scalar tensor on the first context."""
         self._check_forwarded("get_loss")
         losses = [share.loss.detach() for share in self._shares if share.loss is not None]
         if not losses:
@@ -547,10 +574,13 @@ class TrainingStep:
         total = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
         return total / self.normalizer
 
-    def input_grads(self, merge: bool) -> Any:
-        """Return the gradients of the inputs; see `Module.get_input_grads`."""
+    def get_input_grads(self, merge: bool = True) -> Any:
+        """Return the gradients of the last batch's data; needs ``bind(..., inputs_need_grad=True)``.
+
+        Gradients of integer inputs, and of inputs that the loss does not depend on, are zeros.
+        """
         self._check_forwarded("get_input_grads")
-        if not self.inputs_need_grad:
+        if not self._inputs_need_grad:
             raise RuntimeError("get_input_grads() needs bind(..., inputs_need_grad=True)")
         if self._gradients_used:
             raise RuntimeError("get_input_grads() came before backward()")
@@ -575,12 +605,8 @@ class TrainingStep:
 
     def _check_loss(self, shares: Sequence[Share]) -> None:
         if shares[0].loss is None:
-            raise self._loss.error_without_loss(shares[0].output)
+            raise self.loss.error_without_loss(shares[0].output)
 
     def _check_forwarded(self, call: str) -> None:
         if not self._shares:
             raise RuntimeError(f"{call}() came before forward()")
-
-    def close(self) -> None:
-        """Free the last batch."""
-        self._shares = []

@@ -93,7 +93,7 @@ def out_of_memory(limit: int, times: int = 1) -> Callable[[torch.Tensor], Except
 def counting(module: Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count thread tasks, clones, and early and late pushes of the block."""
     counts: Counter[str] = Counter()
-    run, store = DeviceThreads.run, module._step.optimizer.store
+    run, store = DeviceThreads.run, module._optimizer.store
     push = store.push_bucket  # type: ignore[union-attr]
 
     def counted_run(self: DeviceThreads, calls: Any, **options: Any) -> Any:

@@ -677,4 +677,4 @@ def test_on_the_host_backward_copies_no_gradient_and_a_bucket_holds_no_memory(co
         with operations() as (copies, _):
             module.backward()
         assert not copies
-        assert all(bucket.gradients == [None] * count for bucket in module._step.optimizer._reducer._buckets)
+        assert all(bucket.gradients == [None] * count for bucket in module._optimizer._reducer._buckets)

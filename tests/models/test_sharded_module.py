@@ -77,7 +77,7 @@ def held_bytes(module: Module) -> list[int]:
     parameters = list(module.network.parameters())
     weights = sum(one.untyped_storage().nbytes() for one in parameters)
     gradients = sum(one.grad.untyped_storage().nbytes() for one in parameters if one.grad is not None)
-    state = module._step.optimizer._optimizer.optimizer.state()
+    state = module._optimizer._optimizer.optimizer.state()
     return [weights, gradients, sum(one.nbytes for one in state.tensors.values())]
 
 

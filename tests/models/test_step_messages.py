@@ -77,7 +77,7 @@ def steps(store: KVStore, rank: int, calls: Counter[str]) -> tuple[list[dict[str
             calls.clear()
             step_of(module, bool(number % 2), data, label)
             found.append(dict(calls))
-        return found[1:], len(module._step.optimizer._reducer._buckets)  # type: ignore[attr-defined]
+        return found[1:], len(module._optimizer._reducer._buckets)  # type: ignore[attr-defined]
 
 
 def allreduce_steps(comm: Communicator) -> Any:
