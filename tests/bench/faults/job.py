@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from gangline.kvstore.parameter_server.environment import from_environment
 from gangline.kvstore.parameter_server.server import server
 from gangline.kvstore.parameter_server.store import DistStore
 from tests import scripted_faults
@@ -70,7 +69,7 @@ def play(
             own.run()
         elif place.rank == 1:
             os.environ["DMLC_ROLE"] = "server"
-            server.serve(from_environment())
+            server.main()
         else:
             os.environ.update(DMLC_ROLE="worker", DMLC_WORKER_ID=str(place.rank - 2))
             told = _train(times, states)
