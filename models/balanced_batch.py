@@ -92,7 +92,7 @@ class BatchesOfNetworks:
         self.handed_out: BalancedBatch | None = None
         """None between batches."""
         self.data: Any = None
-        """What the loop got for it."""
+        """Data of the batch, as the loop got them."""
         self._left: Any = None  # data of the batch before, in which no network ran: perhaps the loop reads ahead
         self._trained: BalancedBatch | None = None  # whose gradients arrive
         self._with_gradient: BalancedBatch | None = None  # the last one

@@ -155,7 +155,7 @@ class Balance(Callback):
             self.loader.current = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tell the other ranks which error ends this one."""
+        """Send the other ranks the error that ends this one."""
         del trainer, pl_module
         if self.loader is not None:
             self.loader.__exit__(type(exception), exception, None)

@@ -120,7 +120,7 @@ class RankExchange:
             time.sleep(0.001)
 
     def tell_cause(self, cause: str) -> None:
-        """Say why this rank ends, for `causes` of the other ranks. Not collective."""
+        """Store why this rank ends, for `causes` of the other ranks. Not collective."""
         with suppress(RuntimeError):  # the store has ended
             self._store.set(f"{self._key}/{self.rank}", cause)
 
