@@ -28,6 +28,7 @@ from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import Key
 
 _PIECE = 4 << 20  # bytes that are read or written at once
+_UNSYNCED = 16 << 20  # bytes of a new file that memory holds at most; were it full of them, every process would wait
 _DTYPES = {name: dtype for dtype, name in files.DTYPES.items()}
 
 
@@ -58,6 +59,7 @@ class PartWriter:
         self.nbytes = sum(one.nbytes for of_shard in tensors for one in of_shard.values())
         """Bytes of the tensors."""
         self._file = open(path, "xb", opener=opener)  # noqa: SIM115  `close` closes it
+        self._synced = 0
         self._write_head()
 
     def _write_head(self) -> None:
@@ -73,9 +75,18 @@ class PartWriter:
             for begin in range(0, len(data), _PIECE):
                 total = zlib.crc32(data[begin : begin + _PIECE], total)
                 self._file.write(data[begin : begin + _PIECE])
+                self._sync()
             self._checksums[name] = f"{total:08x}"
             nbytes += len(data)
         return nbytes
+
+    def _sync(self) -> None:
+        """Write what memory holds of the file to disk, and drop it from memory, once it has `_UNSYNCED` bytes."""
+        if (end := self._file.tell()) - self._synced >= _UNSYNCED:
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+            os.posix_fadvise(self._file.fileno(), self._synced, end - self._synced, os.POSIX_FADV_DONTNEED)
+            self._synced = end
 
     def finish(self) -> None:
         """Write the checksums and flush the file to disk."""

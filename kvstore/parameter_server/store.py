@@ -56,7 +56,7 @@ _log = logging.getLogger("gangline")
 _Result = TypeVar("_Result")
 MAX_GATHERED = 4 << 30
 """Bytes of optimizer state up to which worker 0 gathers it and writes a single file."""
-_STEP_SECONDS = 0.02
+_STEP_SECONDS = 0.1
 _PUSHES = ("push", "push_weighted", "push_bucket", "pushpull")
 _is_cuda = attrgetter("is_cuda")
 _closed_jobs: set[tuple[str, str]] = set()

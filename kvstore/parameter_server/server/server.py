@@ -592,9 +592,9 @@ class Server:
                 return rounds.optimizers.numbered(number).state([own[one] for one in wanted])
             case "state_bytes" | "save" | "load_files":
                 number, *given = msgpack.unpackb(payload)
-                own = rounds.optimizers.shards_of(number, rounds.shards)
+                find = partial(rounds.optimizers.shards_of, number, rounds.shards)
                 optimizers = rounds.optimizers.numbered(number)
-                return self._state_files.run(worker.rank, name, given, [*own.values()], optimizers), []
+                return self._state_files.run(worker.rank, name, given, find, optimizers), []
             case "load":
                 number = msgpack.unpackb(payload)[0]
                 own = rounds.optimizers.shards_of(number, rounds.shards)

@@ -6,7 +6,7 @@ A shard is not updated while its own state is written or read, as work of one th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -45,7 +45,12 @@ class StateFiles:
         self._error: Exception | None = None
 
     def run(
-        self, rank: int, name: str, given: list[Any], shards: Sequence[Shard], optimizers: ShardOptimizers
+        self,
+        rank: int,
+        name: str,
+        given: list[Any],
+        find: Callable[[], Mapping[int, Shard]],
+        optimizers: ShardOptimizers,
     ) -> bytes:
         """Run a command: "state_bytes", or "save" or "load_files", which a worker repeats until the work is over.
 
@@ -54,11 +59,11 @@ class StateFiles:
         the error is a class of `remote_errors.ERRORS` or "".
         """
         if name == "state_bytes":
-            return bytes(msgpack.packb(sum(map(optimizers.state_bytes, shards))))
+            return bytes(msgpack.packb(sum(map(optimizers.state_bytes, find().values()))))
         token, folder, *names = given
         if token not in self._ended and self._is_over:
             self._token, self._rank, self._is_over, self._nbytes, self._error = token, rank, False, 0, None
-            shards = sorted(shards, key=attrgetter("thread"))
+            shards = sorted(find().values(), key=attrgetter("thread"))
             begin = self._save if name == "save" else self._load
             self._continue(begin(shards, optimizers, Path(folder), *names))
         elif token not in {self._token, *self._ended} and rank == self._rank:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from gangline.kvstore import KVStore, RowSparse
 from gangline.kvstore.optimizer import files, state_parts
 from gangline.kvstore.optimizer.keyed import OptimizerState
 from gangline.kvstore.optimizer.spec import OptimizerSpec
-from gangline.kvstore.optimizer.state_parts import PartWriter
+from gangline.kvstore.optimizer.state_parts import PartWriter, ShardState
 from gangline.kvstore.parameter_server import store
 from gangline.kvstore.parameter_server.server import state_files
 from gangline.kvstore.parameter_server.server.optimizer_shards import ShardOptimizers
@@ -160,6 +162,28 @@ def test_a_save_replaces_the_parts_of_the_one_before(tmp_path: Path, monkeypatch
         monkeypatch.setattr(store, "MAX_GATHERED", 1 << 30)
         kv.save_optimizer_states(path)
         assert [one.name for one in tmp_path.iterdir()] == ["states"]
+
+
+def test_memory_holds_little_of_a_part_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_parts, "_UNSYNCED", 1 << 20)
+    sizes, sync = [0], os.fdatasync
+
+    def counted(file: int) -> None:
+        sync(file)
+        sizes.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+    state = torch.arange(2_500_000, dtype=torch.float32)
+    writer = PartWriter(tmp_path / "part", [ShardState("key", 0, len(state), {"mean": state})])
+    try:
+        writer.write(0)
+        writer.finish()
+    finally:
+        writer.close()
+    sizes.append((tmp_path / "part").stat().st_size)
+    assert max(map(operator.sub, sizes[1:], sizes)) <= (1 << 20) + 100_000  # of a piece
+    read = state_parts.StateParts([tmp_path / "part"]).state_of("key", 0, state.shape)
+    assert torch.equal(read["mean"], state)
 
 
 @pytest.mark.parametrize(("number", "at"), [(0, -9), (1, -9), (1, 300)])
@@ -357,6 +381,8 @@ def streams_of(kv: Any) -> Iterator[UnixStream]:
 
 
 PROGRAM = """
+import operator
+import os
 import sys
 import torch
 import gangline
