@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,3 +38,14 @@ def as_named_by(network: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state by plain name under the names of the network's own state_dict."""
     names = {plain_name(name): name for name in network.state_dict()}
     return {names.get(name, name): value for name, value in state.items()}
+
+
+def check_parameter_names(network: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return ``fixed_param_names`` of a module; ValueError if one is not the name of a parameter."""
+    if isinstance(names, str):
+        raise TypeError(f"fixed_param_names is {names!r}; expected a list of names")
+    known = list(parameters_of(network))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"fixed_param_names has {unknown}, which are no parameters; they are {known}")
+    return list(names)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from gangline.collectives.errors import GanglineError, MismatchError
@@ -425,3 +426,23 @@ def _check_no_max_norm(network: nn.Module) -> None:
                 f"layer {name!r} has max_norm={module.max_norm}: its forward changes weights, and the store would undo "
                 "that; normalize the layer's output instead, or train on one context without a store"
             )
+
+
+def check_divided(
+    num_contexts: int, load_balancer: object, compression: object, sync_batchnorm: bool, autocast: torch.dtype | None
+) -> None:
+    """Check the other arguments of a module with ``shard="weights"``."""
+    if num_contexts > 1:
+        raise ValueError(
+            f"shard='weights' divides the weights among workers, and this one has {num_contexts} contexts; expected "
+            "one context each: start a worker for each context, with gangline launch, and pass context='parallel'"
+        )
+    refused = {
+        "work_load_list='auto'": (load_balancer is not None, "set GANGLINE_WORK_LOAD_LIST=auto for measured workers"),
+        "compression_params": (compression is not None, "leave them out"),
+        "sync_batchnorm=True": (bool(sync_batchnorm), "use a normalization over features, or shard='optimizer'"),
+        "autocast=torch.float16": (autocast is torch.float16, "use torch.bfloat16"),
+    }
+    for argument, (is_given, remedy) in refused.items():
+        if is_given:
+            raise ValueError(f"{argument} is not available with shard='weights'; {remedy}")

@@ -36,7 +36,6 @@ from gangline.models.run_state import RunState
 
 _SMALL_OUTPUTS = 1 << 18  # elements to concatenate: counting one more share takes 0.2 ms, concatenating it 2 us
 _context_index = attrgetter("replica.context_index")
-_SKIPPED_STEPS = 20  # in a row, after which a warning is logged
 
 
 class TrainingStep:
@@ -374,26 +373,13 @@ class TrainingStep:
         if factor != 1.0:
             replicas.scale_gradients(factor)
         if self.loss_scale is not None and not self.loss_scale.accepts(self.workers.any(not finite)):
-            self._log_skipped(self.loss_scale)
+            self.loss_scale.log_skipped(self.logger, warns=self.workers.is_first)
             return
         try:
             self._timed(self._optimizer.update, self._weight)
         except BaseException as error:
             self._optimizer.abandon(error)
             raise
-
-    def _log_skipped(self, loss_scale: LossScale) -> None:
-        """Log a skipped step at debug level, and as a warning after `_SKIPPED_STEPS` of them in a row."""
-        if loss_scale.skipped == _SKIPPED_STEPS and self.workers.is_first:
-            self.logger.warning(
-                "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. "
-                "Look for inf and nan in the data, lower the learning rate, or use bfloat16 (autocast=torch.bfloat16, "
-                "--dtype bfloat16)",
-                _SKIPPED_STEPS,
-                loss_scale.value,
-            )
-        else:
-            self.logger.debug("gradients overflowed float16; the step is skipped")
 
     def drop_gradients(self) -> None:
         """Discard gradients that no `update` has used."""

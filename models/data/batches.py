@@ -171,3 +171,18 @@ def call_network(network: nn.Module, inputs: Batch) -> Any:
     if isinstance(inputs, dict):
         return network(**inputs)
     return network(*inputs) if isinstance(inputs, tuple) else network(inputs)
+
+
+def unpacked(data: Any, label: Any) -> tuple[Any, Any]:
+    """Return data and label of an object that has both as attributes, such as MXNet's DataBatch."""
+    is_array = isinstance(data, (torch.Tensor, np.ndarray))
+    if label is not None or is_array or not (hasattr(data, "data") and hasattr(data, "label")):
+        return data, label
+    return unwrapped(data.data), unwrapped(data.label)
+
+
+def unwrapped(batch: Any) -> Any:
+    """Return the only array of a list, as in MXNet's batches; an empty list means None."""
+    if isinstance(batch, list) and len(batch) < 2:
+        return batch[0] if batch else None
+    return batch

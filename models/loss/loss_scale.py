@@ -7,10 +7,12 @@ torch.amp.GradScaler.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 _INITIAL_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000  # updates without an overflow before the scale doubles
+_SKIPPED_STEPS = 20  # in a row, after which a warning is logged
 _MINIMUM = 1.0  # a smaller scale does not help gradients that overflow without scaling
 
 
@@ -33,6 +35,19 @@ class LossScale:
         self.value, self._growth_tracker = max(self.value / 2, _MINIMUM), 0
         self.skipped += 1
         return False
+
+    def log_skipped(self, logger: logging.Logger, *, warns: bool) -> None:
+        """Log a skipped step at debug level; the `_SKIPPED_STEPS`-th in a row as a warning, where ``warns`` is set."""
+        if self.skipped == _SKIPPED_STEPS and warns:
+            logger.warning(
+                "gradients overflowed float16 in %d steps in a row, which changed no weight; the loss scale is %g. "
+                "Look for inf and nan in the data, lower the learning rate, or use bfloat16 (autocast=torch.bfloat16, "
+                "--dtype bfloat16)",
+                _SKIPPED_STEPS,
+                self.value,
+            )
+        else:
+            logger.debug("gradients overflowed float16; the step is skipped")
 
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
