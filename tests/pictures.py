@@ -65,7 +65,7 @@ def progress_page(folder: Path) -> Path:
 
 
 def status_page(folder: Path) -> Path:
-    """Return a page of what `gangline status` prints of a job in which a worker is late."""
+    """Return a page of what `gangline status` prints of one job, in which a worker is late."""
     (folder / "late.py").write_text(LATE)
     told = ""
     with subprocess.Popen(words(f"gangline launch -n 2 -s 1 -- {sys.executable} late.py"), cwd=folder) as job:
@@ -74,6 +74,7 @@ def status_page(folder: Path) -> Path:
             assert job.poll() is None, "the job ended before a worker was late"
             told = subprocess.run(words("gangline status"), capture_output=True, text=True, check=True).stdout
         job.terminate()
+    told = next(job for job in told.split("\n\n") if "late.py" in job)  # of all that run on this host
     told = html.escape("$ gangline status\n" + told.replace(str(folder), "/home/me"))
     page = folder / "status.html"
     page.write_text(f'<meta charset="utf-8"><body style="margin:0"><pre style="{TERMINAL}">{told}</pre>')
@@ -116,6 +117,18 @@ def photograph(browser: Browser, address: str, picture: Path, width: int = 1000,
     print(picture, flush=True)
 
 
+def check_width(browser: Browser, address: str, width: int = 390) -> None:
+    """Raise an error if a page of the site is wider than a phone's screen; wide tables and code scroll in their box."""
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    pages = sorted(one.parent.relative_to(ROOT / "site") for one in (ROOT / "site").rglob("index.html"))
+    for one in pages:
+        page.goto(f"{address}/{one}/")
+        needed = page.evaluate("document.documentElement.scrollWidth")
+        assert needed <= width, f"{one} is {needed} pixels wide on a screen of {width}"
+    page.close()
+    print(f"{len(pages)} pages fit on a screen of {width} pixels", flush=True)
+
+
 def photograph_timeline(browser: Browser, address: str, picture: Path) -> None:
     """Write a picture of some steps in the middle of a timeline, with the tracks of all processes."""
     page = browser.new_page(viewport={"width": 1300, "height": 640})
@@ -142,9 +155,10 @@ def main() -> None:
             photograph_timeline(browser, address, DOCS / "timeline.png")
         run("mkdocs build --quiet --strict", ROOT)
         with served(ROOT / "site") as address:
-            photograph(browser, address, SITE / "front.png", width=1300)
-            photograph(browser, address, SITE / "front_narrow.png", width=390)
-            photograph(browser, f"{address}/tutorial/", SITE / "tutorial.png", width=1300)
+            check_width(browser, address)
+            for name in ("", "unequal", "language-models", "stores", "troubleshooting"):
+                for width in (390, 1280):
+                    photograph(browser, f"{address}/{name}", SITE / f"{name or 'front'}_{width}.png", width=width)
         browser.close()
 
 

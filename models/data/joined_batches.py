@@ -113,7 +113,8 @@ def _join(name: str, values: Sequence[Any]) -> Any:
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(
                 f"{name} has samples of shape {shapes[0]} in one batch and others in the next ({shapes[1:]}), which "
-                "cannot be joined; pad samples to one shape, or make batches of a map-style data set"
+                "cannot be joined; pad samples to one shape, make batches of a map-style data set, or pass lengths=: "
+                "balance() then cuts samples of an IterableDataset before they are collated"
             )
         return torch.cat(list(values)) if isinstance(first, Tensor) else np.concatenate(values)
     return type(first)([entry for value in values for entry in value])

@@ -217,7 +217,7 @@ def refusals(comm: Communicator, path: str, backend: str) -> None:
     unequal = stream_of(lambda n: {"a": torch.zeros(n), "b": [0, 1]}, batch_size=None, global_batch=4)
     check_refused(unequal, "no common length: {\"batch['a']\": 0, \"batch['b']\": 2}")
     ragged = stream_of(lambda n: [torch.zeros(2, 2 + n)], batch_size=None, global_batch=8)
-    check_refused(ragged, "batch[0] has samples of shape", "pad samples")
+    check_refused(ragged, "batch[0] has samples of shape", "pad samples", "pass lengths=")
     check_refused(stream_of(lambda n: torch.tensor(n), batch_size=None, global_batch=4), "a tensor of 0 dimensions")
     check_refused(stream_of(lambda n: 1 // (7 - n)), "division")
     shifted: DataLoader[Any] = DataLoader(Stream(range(rank, 20), int), batch_size=4)
