@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 # Python keeps what it compiled, or each process that a test starts compiles gangline anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all quick mutants gpu-proof gpu-wheels test-torch test-oldest fuzz soak lint format wheel release-check \
-	docs pictures peers engines clean
+.PHONY: train test test-all quick mutants gpu-proof gpu-wheels test-torch test-oldest conformance fuzz soak lint format wheel \
+	release-check docs pictures peers engines clean
 
 train: $(VENV)/.installed
 	$(BIN)/gangline train --network lenet --dataset digits --cpus 2 --kv-store device
@@ -50,6 +50,12 @@ test-torch: $(VENV)/.installed
 OLDEST_TORCH ?= 2.13.0
 test-oldest: $(VENV)/.installed
 	$(BIN)/python -m tests.oldest --torch $(OLDEST_TORCH)
+
+# The suites of others: torch's from its wheel, others' from checkouts: `make conformance HOROVOD=/path MXNET=/path`.
+HOROVOD ?=
+MXNET ?=
+conformance: $(VENV)/.installed
+	$(BIN)/python -m tests.conformance.suites --torch $(addprefix --horovod ,$(HOROVOD)) $(addprefix --mxnet ,$(MXNET))
 
 # A million mutated messages to a live job in each mode: `make fuzz MESSAGES=20000`.
 MESSAGES ?= 1000000

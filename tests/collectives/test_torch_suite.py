@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.suites import named
 from tests.programs import python
 
 SKIPPED = {
@@ -21,9 +22,6 @@ SKIPPED = {
     r"Requires file:// initialization": "starts a group twice, which tests of gangline do themselves",
 }
 """Reasons of torch's skips, and what they mean."""
-
-BY_NAME = {"test_get_backend": "asserts that the backend's name is gloo"}
-"""Tests that only a backend named gloo can pass."""
 
 
 @cache
@@ -48,7 +46,8 @@ def test_what_gloo_passes_gangline_passes(size: int, tmp_path: Path) -> None:
     by_gangline = outcomes_of("gangline", size, str(tmp_path))
     assert len(by_gangline) > 250
     failed = {name: reason for name, (outcome, reason) in by_gangline.items() if outcome == "failed"}
-    assert not {name: reason for name, reason in failed.items() if name not in BY_NAME and by_gloo[name][0] == "passed"}
+    only_gloo = named("torch.distributed")
+    assert not {name: why for name, why in failed.items() if name not in only_gloo and by_gloo[name][0] == "passed"}
     for name, (outcome, reason) in by_gangline.items():
         if outcome == "skipped":
             assert any(re.search(pattern, reason) for pattern in SKIPPED), f"{name}: {reason}"
