@@ -116,7 +116,8 @@ peers: .peers/mxnet/.installed .peers/mpich/.installed .peers/impi/.installed .p
 .peers/mxnet-gangline/.installed:
 	$(PYTHON) -m venv .peers/mxnet-gangline
 	.peers/mxnet-gangline/bin/pip install --quiet mxnet==1.9.1 numpy==1.23.5 $$(grep ^torch== constraints.txt) setuptools \
-	msgpack msgspec pyzmq psutil typer rich fsspec safetensors tqdm pillow nvidia-ml-py
+	msgpack msgspec pyzmq psutil typer rich fsspec safetensors tqdm pillow nvidia-ml-py \
+	pytest nose
 	.peers/mxnet-gangline/bin/pip install --quiet --no-deps torchmetrics lightning-utilities
 	.peers/mxnet-gangline/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
