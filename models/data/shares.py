@@ -7,15 +7,17 @@ import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from gangline.kvstore.workload import split_within
 from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.lengths import Arrangement, Costs, Update, cost_of
+from gangline.models.data.order import Order
 
 _ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
 _FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
@@ -81,18 +83,7 @@ def split_of(rank: int, loads: list[float], minimum: int = 1, caps: list[int | N
 
 
 Samples = Sequence[Any]
-"""Indices of samples; a tensor if no ``lengths`` are given."""
-
-
-class Order(Protocol):
-    """Order of the samples of an epoch."""
-
-    @property
-    def length(self) -> int | None:
-        """Number of global batches of an epoch; None: unknown."""
-
-    def batches(self, seed: int, skip: int) -> Iterator[Any]:
-        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples."""
+"""Indices of samples."""
 
 
 class Cutter:
@@ -119,7 +110,7 @@ class ShareSampler(Sampler[Any]):
     ) -> None:
         """Cut an order by the present split, so far ahead that a loader can prefetch ``ahead`` batches.
 
-        Without ``repeats`` a rank without samples gets an empty batch.
+        Without ``repeats`` a rank without samples gets an empty batch, and batches need not be lists.
         """
         self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
         self._repeats = repeats
@@ -145,9 +136,11 @@ class ShareSampler(Sampler[Any]):
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[Samples | Update | None]:
         arrangement = self._arrangement
-        if arrangement is None or not arrangement.joins:
-            return self._order.batches(seed, skip)
-        return arrangement.batches(self._order.batches(seed, 0), seed, skip)
+        joins = arrangement is not None and arrangement.joins
+        batches = self._order.batches(seed, 0 if joins else skip)
+        if arrangement is not None or self._repeats:
+            batches = (each.tolist() if isinstance(each, Tensor) else [*each] for each in batches)
+        return batches if arrangement is None or not joins else arrangement.batches(batches, seed, skip)
 
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""

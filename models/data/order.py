@@ -1,11 +1,11 @@
-"""Global order: the batches of all ranks together, as indices of the data set."""
+"""Order: the batches of all ranks or workers together, as indices of the data set."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, starmap, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch.utils.data import (
 )
 
 from gangline.collectives.errors import MismatchError
-from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.data.batches import length_of
 from gangline.models.data.loaders import sampler_of
 
@@ -28,7 +27,24 @@ _COMPARED = 4096  # samples of a data set of which ranks compare whether their s
 _HASH, _BITS = 2654435761, 0xFFFFFFFF  # samples are compared whose index times the first has low bits of a small number
 
 
-class GlobalOrder:
+T = TypeVar("T")
+
+
+class Exchange:
+    """Messages between the ranks, one of which may draw for all; here there is one."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, data: Any) -> list[Any]:
+        """Return every rank's data in rank order. Collective."""
+        return [data]
+
+    def all_gather_results(self, call: Callable[[], T], doing: str) -> list[T]:  # noqa: ARG002  of several ranks
+        """Run a function on every rank and return all results; ``doing`` names it in errors. Collective."""
+        return [call()]
+
+
+class Order:
     """Order of the samples of all ranks in an epoch, drawn by the sampler of a loader over a map-style data set.
 
     Every rank repeats a sampler that is sequential, random by seed, or a DistributedSampler. Of other samplers rank 0's
@@ -39,7 +55,7 @@ class GlobalOrder:
     rank_lengths: Sequence[int | None] = ()
     """Lengths of all ranks, if each draws its own part."""
 
-    def __init__(self, loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], exchange: Exchange, global_batch: int | None = None) -> None:
         """Check the loader; ValueError if it cannot be cut to global batches of this size, None: its own."""
         batches: Any = loader.batch_sampler
         if batches is None:
@@ -94,22 +110,32 @@ class GlobalOrder:
             **{f"the sampler's {name}": getattr(self._sampler, name) for name in names if hasattr(self._sampler, name)},
         }
 
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective."""
-        lists = self._drawn_lists()
-        if not self._is_cut:
-            of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
-            return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
-        indices = self._indices(seed) if self.is_repeated else chain.from_iterable(lists)
-        return iter(BatchSampler(islice(indices, skip, None), self.size, self._drop_last))
+    def batches(self, seed: int, skip: int) -> Iterator[Any]:
+        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective.
 
-    def _indices(self, seed: int) -> Iterator[int]:
+        They are slices of a tensor or range if the whole order is known, else lists.
+        """
+        if not self._is_cut:
+            of_ranks: Any = BatchSampler(_skipped(self._drawn_lists(), skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
+            return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
+        indices, size = self._indices(seed), self.size
+        if isinstance(indices, Iterator):
+            return iter(BatchSampler(islice(indices, skip, None), size, self._drop_last))
+        end = len(indices) - (len(indices) - skip) % size * self._drop_last
+        return (indices[begin : begin + size] for begin in range(skip, end, size))
+
+    def _indices(self, seed: int) -> Tensor | range | Iterator[int]:
         sampler: Any = self._sampler
+        if not self.is_repeated:
+            return chain.from_iterable(self._drawn_lists())
+        if isinstance(sampler, SequentialSampler):
+            return range(len(sampler))
         if isinstance(sampler, RandomSampler):
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator().manual_seed(seed)
-        if not isinstance(sampler, DistributedSampler):
-            return iter(sampler)
+            if not sampler.replacement and len(sampler) == len(sampler.data_source):
+                return torch.randperm(len(sampler), generator=sampler.generator, device="cpu")
+            return chain(sampler)
         # The indices of all ranks, without padding.
         whole: Any = DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
         whole.set_epoch(sampler.epoch)
