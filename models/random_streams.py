@@ -62,6 +62,18 @@ def set_host_states(states: dict[str, Any], loader_generator: torch.Generator | 
     np.random.set_state({**states["numpy"], "state": {"key": np.array(state["key"], np.uint32), "pos": state["pos"]}})
 
 
+@contextmanager
+def repeated(states: dict[str, Any], loader_generator: torch.Generator | None) -> Iterator[None]:
+    """Draw from ``states`` of `host_states` in this context, and advance them; the host's own do not change."""
+    before = host_states(None)
+    set_host_states(states, loader_generator)
+    try:
+        yield
+    finally:
+        states.update(host_states(loader_generator))
+        set_host_states(before, None)
+
+
 def _hex(state: torch.Tensor) -> str:
     return bytes(state.numpy()).hex()
 

@@ -563,6 +563,7 @@ class BalancedLoader:
             "batch": self._first,
             "global_batch": self.global_batch,
             "is_ramped": self._is_ramped,
+            "random": {} if self._order is None else dict(self._order.random),
             "split": self._balance.state(),
         }
 
@@ -589,6 +590,8 @@ class BalancedLoader:
         self.set_epoch(state["epoch"])
         self._first = state["batch"]
         self._balance.load_state(state["split"])
+        if self._order is not None:
+            self._order.random = state.get("random", {})
         self._seed, self._skip = state["seed"], state["samples"]
 
     def __len__(self) -> int:

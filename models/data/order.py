@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice, starmap, zip_longest
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from torch.utils.data import (
 from gangline.collectives.errors import MismatchError
 from gangline.models.data.batches import length_of
 from gangline.models.data.loaders import sampler_of
+from gangline.models.random_streams import host_states, repeated
 
 _CHUNK = 64  # global batches whose indices one message carries
 _COMPARED = 4096  # samples of a data set of which ranks compare whether their samplers draw them
@@ -54,6 +56,8 @@ class Order:
 
     rank_lengths: Sequence[int | None] = ()
     """Lengths of all ranks, if each draws its own part."""
+    random: Mapping[str, Any] = {}
+    """States of the host's and the sampler's generators when the epoch began, if this rank draws for others."""
 
     def __init__(self, loader: DataLoader[Any], exchange: Exchange, global_batch: int | None = None) -> None:
         """Check the loader; ValueError if it cannot be cut to global batches of this size, None: its own."""
@@ -80,6 +84,8 @@ class Order:
                 f"global_batch is {global_batch}, but the {type(sampler if is_plain else batches).__name__} decides "
                 "the size of batches; leave global_batch out"
             )
+        generators = [getattr(owner, "generator", None) for owner in (*owners, loader)]
+        self._generator = next((each for each in generators if isinstance(each, torch.Generator)), None)
         self._samples = length_of(loader.dataset)  # None, once the samples that ranks draw have been compared
 
     def resize(self, size: int) -> None:
@@ -110,15 +116,17 @@ class Order:
             **{f"the sampler's {name}": getattr(self._sampler, name) for name in names if hasattr(self._sampler, name)},
         }
 
-    def batches(self, seed: int, skip: int) -> Iterator[Any]:
+    def batches(self, seed: int, skip: int, *, is_whole: bool = False) -> Iterator[Any]:
         """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective.
 
-        They are slices of a tensor or range if the whole order is known, else lists.
+        They are slices of a tensor or range if the whole order is known, else lists. Samples that were drawn before
+        `random` was saved are drawn again from it. With ``is_whole`` the skipped samples are returned too.
         """
+        lists, skip = self._drawn_lists(skip), 0 if is_whole else skip
         if not self._is_cut:
-            of_ranks: Any = BatchSampler(_skipped(self._drawn_lists(), skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
+            of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
             return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
-        indices, size = self._indices(seed), self.size
+        indices, size = self._indices(seed) if self.is_repeated else chain.from_iterable(lists), self.size
         if isinstance(indices, Iterator):
             return iter(BatchSampler(islice(indices, skip, None), size, self._drop_last))
         end = len(indices) - (len(indices) - skip) % size * self._drop_last
@@ -126,8 +134,6 @@ class Order:
 
     def _indices(self, seed: int) -> Tensor | range | Iterator[int]:
         sampler: Any = self._sampler
-        if not self.is_repeated:
-            return chain.from_iterable(self._drawn_lists())
         if isinstance(sampler, SequentialSampler):
             return range(len(sampler))
         if isinstance(sampler, RandomSampler):
@@ -147,17 +153,23 @@ class Order:
         is_distributed = isinstance(sampler, DistributedSampler)
         return min(len(sampler.dataset), sampler.total_size) if is_distributed else length_of(sampler)
 
-    def _drawn_lists(self) -> Iterator[Sequence[Any]]:
+    def _drawn_lists(self, skip: int) -> Iterator[Sequence[Any]]:
         """Return the lists of samplers in the order of training. Collective, a chunk at a time."""
         reads = self.of_all_ranks or not self._exchange.rank
         own = chain(self._lists)  # `read` opens it, whose errors reach all ranks
         count = _CHUNK if self.of_all_ranks else _CHUNK * self._exchange.size
+        if not skip:
+            self.random = host_states(self._generator) if reads else {}
+        states = dict(self.random)  # until the samples after the skipped ones are drawn
         drawn: set[int] = set()  # some of the samples, the same on all ranks if all draw all
         part = 0.0 if self.of_all_ranks or not self._samples else _COMPARED / self._samples
 
         def read() -> tuple[list[Any] | Tensor, list[int]]:
-            lists = [list(each) for each in islice(own, count)]
+            nonlocal skip
+            with repeated(states, self._generator) if states and skip > 0 else nullcontext():
+                lists = [list(each) for each in islice(own, count)]
             indices = list(chain.from_iterable(lists))
+            skip -= len(indices) * (self._exchange.size if self.of_all_ranks else 1)
             is_plain = all(isinstance(index, int | np.integer) for index in indices)  # a tensor is read much faster
             packed = torch.tensor(indices, dtype=torch.int64, device="cpu") if is_plain else indices
             if part and isinstance(packed, Tensor):

@@ -137,7 +137,7 @@ class ShareSampler(Sampler[Any]):
     def _global_batches(self, seed: int, skip: int) -> Iterator[Samples | Update | None]:
         arrangement = self._arrangement
         joins = arrangement is not None and arrangement.joins
-        batches = self._order.batches(seed, 0 if joins else skip)
+        batches = self._order.batches(seed, skip, is_whole=joins)
         if arrangement is not None or self._repeats:
             batches = (each.tolist() if isinstance(each, Tensor) else [*each] for each in batches)
         return batches if arrangement is None or not joins else arrangement.batches(batches, seed, skip)
