@@ -223,7 +223,8 @@ class BalancedLoader:
         else:
             if self._order.of_all_ranks:
                 self._order.rank_lengths = of_orders
-            self._source = self._sampler_type(self._order, self._balance, ahead, arrangement)
+            balance = self._balance
+            self._source = self._sampler_type(self._order, lambda: balance.split, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._sized: Any = self._order or self._source  # knows the samples of a global batch

@@ -6,7 +6,7 @@ import math
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,12 +86,6 @@ Samples = Sequence[Any]
 """Indices of samples."""
 
 
-class Cutter:
-    """Holder of the split that cuts the global batches whose samples are read next."""
-
-    split: Split
-
-
 class ShareSampler(Sampler[Any]):
     """Batch sampler of one rank: consecutive slices of the global batches, or parts of equal cost.
 
@@ -102,17 +96,17 @@ class ShareSampler(Sampler[Any]):
     def __init__(
         self,
         order: Order,
-        balance: Cutter,
+        split: Callable[[], Split],
         ahead: int,
         arrangement: Arrangement | None,
         *,
         repeats: bool = True,
     ) -> None:
-        """Cut an order by the present split, so far ahead that a loader can prefetch ``ahead`` batches.
+        """Cut an order by the present ``split``, so far ahead that a loader can prefetch ``ahead`` batches.
 
         Without ``repeats`` a rank without samples gets an empty batch, and batches need not be lists.
         """
-        self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
+        self._order, self._split, self._ahead, self._arrangement = order, split, ahead, arrangement
         self._repeats = repeats
         self._known: deque[tuple[Samples | Update, Split]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[tuple[BalancedBatch, Samples]] = deque()  # batches not returned yet
@@ -145,7 +139,7 @@ class ShareSampler(Sampler[Any]):
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
         if (batch := next(self._batches, None)) is not None:
-            self._known.append((batch, self._balance.split))
+            self._known.append((batch, self._split()))
 
     def __iter__(self) -> Iterator[Samples]:
         """Draw the shares of the epoch that `shares` began."""

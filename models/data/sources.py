@@ -19,7 +19,7 @@ from gangline.models.data.lengths import Arrangement, Lengths
 from gangline.models.data.loaders import copy_loader
 from gangline.models.data.order import Exchange, Order
 from gangline.models.data.reader import Collate, Reader, base_dataset
-from gangline.models.data.shares import Cutter, Samples, ShareSampler, Split, split_of
+from gangline.models.data.shares import Samples, ShareSampler, Split, split_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
@@ -181,14 +181,16 @@ class _Ordered(Source):
 
     def _shares(self, workers: Workers, epoch: int, skip: int, split: Split | None = None) -> Iterator[Item | None]:
         """Yield the shares of a split; None: that of the loads, which cut batches equally far ahead on all workers."""
-        cutter, lengths, size = Cutter(), self._lengths, self._order.size
-        cutter.split = split or split_of(workers.rank, workers.loads, workers.minimum)
+        lengths, size = self._lengths, self._order.size
+
+        def present() -> Split:
+            return split or split_of(workers.rank, workers.loads, workers.minimum)
+
         ahead = self.num_batches() if split else max(self.reads_ahead, workers.reads_ahead)
-        sampler = ShareSampler(self._order, cutter, ahead, Arrangement(lengths) if lengths else None, repeats=False)
+        sampler = ShareSampler(self._order, present, ahead, Arrangement(lengths) if lengths else None, repeats=False)
         for batch, item in sampler.shares(self._items(sampler, epoch), mixed_seed(self._seed, epoch), skip * size):
             self.indices, workers.share_cost = sampler.indices, batch.cost if lengths else None
             yield item
-            cutter.split = split or split_of(workers.rank, workers.loads, workers.minimum)
             sampler.read_ahead()
 
     def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
