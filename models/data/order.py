@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from gangline.collectives.errors import MismatchError
 from gangline.models.data.batches import length_of
-from gangline.models.data.loaders import sampler_of
+from gangline.models.data.loaders import sampler_of, sampling_generator
 from gangline.models.random_streams import host_states, repeated
 
 _CHUNK = 64  # global batches whose indices one message carries
@@ -84,8 +84,7 @@ class Order:
                 f"global_batch is {global_batch}, but the {type(sampler if is_plain else batches).__name__} decides "
                 "the size of batches; leave global_batch out"
             )
-        generators = [getattr(owner, "generator", None) for owner in (*owners, loader)]
-        self._generator = next((each for each in generators if isinstance(each, torch.Generator)), None)
+        self._generator = sampling_generator(loader)
         self._samples = length_of(loader.dataset)  # None, once the samples that ranks draw have been compared
 
     def resize(self, size: int) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
 from gangline.models.data.lengths import Arrangement, Lengths
-from gangline.models.data.loaders import copy_loader
+from gangline.models.data.loaders import copy_loader, sampling_generator
 from gangline.models.data.order import Exchange, Order
 from gangline.models.data.reader import Collate, Reader, base_dataset
 from gangline.models.data.shares import Samples, ShareSampler, Split, split_of
@@ -275,13 +275,13 @@ class _Samples(_Ordered):
 
 
 class _Loader(Source):
-    """A DataLoader over a map-style Dataset; it shuffles with its own generator, if any, else with torch's."""
+    """A DataLoader over a map-style Dataset; its sampler draws from its own generator, if any, else from torch's."""
 
     length_is_certain = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self.generator = loader.generator
+        self.generator = sampling_generator(loader)
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         samplers: tuple[Any, ...] = (self._loader.sampler, self._loader.batch_sampler)
