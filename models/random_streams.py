@@ -63,14 +63,12 @@ def set_host_states(states: dict[str, Any], loader_generator: torch.Generator | 
 
 
 @contextmanager
-def repeated(states: dict[str, Any], loader_generator: torch.Generator | None) -> Iterator[None]:
-    """Draw from ``states`` of `host_states` in this context, and advance them; the host's own do not change."""
+def host_states_kept() -> Iterator[None]:
+    """Restore the host's generators after this context."""
     before = host_states(None)
-    set_host_states(states, loader_generator)
     try:
         yield
     finally:
-        states.update(host_states(loader_generator))
         set_host_states(before, None)
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from gangline.collectives.errors import MismatchError
 from gangline.models.data.batches import length_of
 from gangline.models.data.loaders import sampler_of, sampling_generator
-from gangline.models.random_streams import host_states, repeated
+from gangline.models.random_streams import host_states, host_states_kept, set_host_states
 
 _CHUNK = 64  # global batches whose indices one message carries
 _COMPARED = 4096  # samples of a data set of which ranks compare whether their samplers draw them
@@ -165,8 +165,12 @@ class Order:
 
         def read() -> tuple[list[Any] | Tensor, list[int]]:
             nonlocal skip
-            with repeated(states, self._generator) if states and skip > 0 else nullcontext():
+            is_repeated = states and skip > 0  # as before the run was resumed; the loop's own draws are not
+            with host_states_kept() if is_repeated else nullcontext():
+                if is_repeated:
+                    set_host_states(states, self._generator)
                 lists = [list(each) for each in islice(own, count)]
+                states.update(host_states(self._generator) if is_repeated else {})
             indices = list(chain.from_iterable(lists))
             skip -= len(indices) * (self._exchange.size if self.of_all_ranks else 1)
             is_plain = all(isinstance(index, int | np.integer) for index in indices)  # a tensor is read much faster
