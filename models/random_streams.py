@@ -62,6 +62,16 @@ def set_host_states(states: dict[str, Any], loader_generator: torch.Generator | 
     np.random.set_state({**states["numpy"], "state": {"key": np.array(state["key"], np.uint32), "pos": state["pos"]}})
 
 
+@contextmanager
+def host_states_kept() -> Iterator[None]:
+    """Restore the host's generators after this context."""
+    before = host_states(None)
+    try:
+        yield
+    finally:
+        set_host_states(before, None)
+
+
 def _hex(state: torch.Tensor) -> str:
     return bytes(state.numpy()).hex()
 

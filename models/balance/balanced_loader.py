@@ -22,7 +22,6 @@ from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.reducer.waits import waiting_for_ranks
 from gangline.kvstore.replica_check import ReplicaCheck, check_interval
 from gangline.kvstore.workload import check_work_load_list
-from gangline.models.balance.global_order import GlobalOrder, check_global_batch
 from gangline.models.balance.gradient_weights import (
     GradientWeights,
     check_not_balanced,
@@ -40,6 +39,7 @@ from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn
 from gangline.models.data.accelerate_loaders import accumulated_steps, read_unequal, unprepared
 from gangline.models.data.lengths import Arrangement, arrangement_of
 from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
+from gangline.models.data.order import Order, check_global_batch
 from gangline.models.data.same_data import check_same_data, describe_data
 from gangline.models.data.shares import ShareSampler
 from gangline.models.ignored_labels import LabelWatch
@@ -131,7 +131,7 @@ class BalancedLoader:
         self._exchange = self._shared_exchange or RankExchange(group_of(networks, group))
         size, rank = self._exchange.size, self._exchange.rank
         self._networks, self._loss_reduction, self._count = networks, loss_reduction, count
-        self._order: GlobalOrder | None = None  # of a map-style data set
+        self._order: Order | None = None  # of a map-style data set
         self._arrangement: Arrangement | None = None
         self._caps: list[int | None] | None = None  # those given by the user
         self._user_loader, self._outer = loader, cast(Any, None)  # accelerate's loader
@@ -149,7 +149,7 @@ class BalancedLoader:
                 plain, samples = prepared.loader, global_batch or prepared.global_batch
                 self._user_loader, self._outer = plain, loader
             if stream is None and own_iteration(plain) is None and not isinstance(plain.dataset, IterableDataset):
-                self._order = GlobalOrder(plain, self._exchange, samples)
+                self._order = Order(plain, self._exchange, samples)
                 total = self._order.size
             else:
                 total = check_stream(plain, stream, samples, size)
@@ -223,7 +223,8 @@ class BalancedLoader:
         else:
             if self._order.of_all_ranks:
                 self._order.rank_lengths = of_orders
-            self._source = self._sampler_type(self._order, self._balance, ahead, arrangement)
+            balance = self._balance
+            self._source = self._sampler_type(self._order, lambda: balance.split, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._sized: Any = self._order or self._source  # knows the samples of a global batch
@@ -563,6 +564,7 @@ class BalancedLoader:
             "batch": self._first,
             "global_batch": self.global_batch,
             "is_ramped": self._is_ramped,
+            "random": {} if self._order is None else dict(self._order.random),
             "split": self._balance.state(),
         }
 
@@ -589,6 +591,8 @@ class BalancedLoader:
         self.set_epoch(state["epoch"])
         self._first = state["batch"]
         self._balance.load_state(state["split"])
+        if self._order is not None:
+            self._order.random = state.get("random", {})
         self._seed, self._skip = state["seed"], state["samples"]
 
     def __len__(self) -> int:

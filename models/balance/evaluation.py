@@ -27,7 +27,7 @@ class EvaluationSampler(ShareSampler):
     """Batch sampler of one rank, whose share is never empty."""
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        return without_empty_shares(super()._global_batches(seed, skip), len(self._balance.split.loads))
+        return without_empty_shares(super()._global_batches(seed, skip), len(self._split().loads))
 
 
 class EvaluationLoader(BalancedLoader):

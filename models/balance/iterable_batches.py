@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from gangline.models.balance.global_order import check_global_batch
 from gangline.models.balance.rank_balance import RankBalance
 from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.batches import length_of
 from gangline.models.data.joined_batches import JoinedBatches
 from gangline.models.data.lengths import Arrangement
 from gangline.models.data.loaders import own_iteration
+from gangline.models.data.order import check_global_batch
 from gangline.models.data.shares import Samples, shares_of
 
 Stream = Literal["sharded", "replicated"]

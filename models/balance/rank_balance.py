@@ -11,7 +11,7 @@ import torch
 
 from gangline.models.balance.speed_model import WINDOW, SpeedModel, listed_rates, step_seconds
 from gangline.models.console_log import log_to_stderr
-from gangline.models.data.shares import Cutter, ranks_by_speed, split_of
+from gangline.models.data.shares import ranks_by_speed, split_of
 from gangline.models.elapsed_time import Measurements
 from gangline.models.rank_timer import RankTimer
 
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
     limit: float = 0.0  # largest cost of a share that fits into the memory of the rank; 0: unknown
 
 
-class RankBalance(Cutter):
+class RankBalance:
     """Decides which part of a global batch each rank gets; all ranks make the same decision.
 
     Each message about the next batches carries what its rank measured since the one before (`measured`); `receive`

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,13 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gangline.collectives import torch_backend  # noqa: F401  registers the backend
 from gangline.kvstore.group.objects import pack_object, unpack_object
+from gangline.models.data.order import Exchange, T
 
 CAUSE_SECONDS = 2.0  # from the last message of a rank that an error ends to the end of its process
 
-T = TypeVar("T")
 
-
-class RankExchange:
+class RankExchange(Exchange):
     """Collectives on plain data among the ranks of a process group, on the host, in the order of training steps.
 
     They use a separate process group, so that their order may differ from that of the gradients.

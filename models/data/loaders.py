@@ -5,6 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from gangline.models.data.batches import length_of
@@ -32,6 +33,13 @@ def own_iteration(loader: Any) -> str | None:
 def sampler_of(loader: Any) -> Any:
     """Return a loader's sampler; None: it has none."""
     return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+
+
+def sampling_generator(loader: Any) -> torch.Generator | None:
+    """Return the random generator of a loader's sampler, else the loader's; None: the host's generators."""
+    owners = (sampler_of(loader), getattr(loader, "batch_sampler", None), loader)
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return next((each for each in generators if isinstance(each, torch.Generator)), None)
 
 
 def settings_of(loader: Any) -> dict[str, Any]:

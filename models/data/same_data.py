@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, SubsetRandomSampler, TensorDataset
 
 from gangline.collectives.errors import MismatchError
+from gangline.models.random_streams import host_states_kept
 
 _VALUES = 64  # that are compared of each array, and arrays of each sample
 _TOLERANCE = 0.05  # relative; decoders of images differ between machines
@@ -64,19 +65,14 @@ def check_same_data(of_ranks: Sequence[Mapping[str, Described | None]]) -> None:
 def _first_sample(dataset: Any) -> Described | None:
     """Describe the first sample, read from a copy; None if it is random."""
     dataset = _copied(dataset) if isinstance(dataset, Dataset) else dataset
-    plain, numpy = random.getstate(), np.random.get_state()
     readings = []
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    try:
-        with torch.random.fork_rng(devices=devices):
-            for seed in (1, 2):
-                torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would seed GPUs used later
-                np.random.seed(seed)
-                random.seed(seed)
-                readings.append(_described(dataset[0]))
-    finally:
-        random.setstate(plain)
-        np.random.set_state(numpy)
+    with torch.random.fork_rng(devices=devices), host_states_kept():
+        for seed in (1, 2):
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would seed GPUs used later
+            np.random.seed(seed)
+            random.seed(seed)
+            readings.append(_described(dataset[0]))
     return readings[0] if readings[0] == readings[1] else None
 
 

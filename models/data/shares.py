@@ -6,16 +6,18 @@ import math
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from gangline.kvstore.workload import split_within
 from gangline.models.balanced_batch import BalancedBatch
 from gangline.models.data.lengths import Arrangement, Costs, Update, cost_of
+from gangline.models.data.order import Order
 
 _ALIKE = 1.1  # ratio of speeds up to which ranks may take each other's parts of an update
 _FASTER = 1.5  # ratio of speeds from which a rank takes longer samples than the one before it
@@ -81,24 +83,7 @@ def split_of(rank: int, loads: list[float], minimum: int = 1, caps: list[int | N
 
 
 Samples = Sequence[Any]
-"""Indices of samples; a tensor if no ``lengths`` are given."""
-
-
-class Order(Protocol):
-    """Order of the samples of an epoch."""
-
-    @property
-    def length(self) -> int | None:
-        """Number of global batches of an epoch; None: unknown."""
-
-    def batches(self, seed: int, skip: int) -> Iterator[Any]:
-        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples."""
-
-
-class Cutter:
-    """Holder of the split that cuts the global batches whose samples are read next."""
-
-    split: Split
+"""Indices of samples."""
 
 
 class ShareSampler(Sampler[Any]):
@@ -111,17 +96,17 @@ class ShareSampler(Sampler[Any]):
     def __init__(
         self,
         order: Order,
-        balance: Cutter,
+        split: Callable[[], Split],
         ahead: int,
         arrangement: Arrangement | None,
         *,
         repeats: bool = True,
     ) -> None:
-        """Cut an order by the present split, so far ahead that a loader can prefetch ``ahead`` batches.
+        """Cut an order by the present ``split``, so far ahead that a loader can prefetch ``ahead`` batches.
 
-        Without ``repeats`` a rank without samples gets an empty batch.
+        Without ``repeats`` a rank without samples gets an empty batch, and batches need not be lists.
         """
-        self._order, self._balance, self._ahead, self._arrangement = order, balance, ahead, arrangement
+        self._order, self._split, self._ahead, self._arrangement = order, split, ahead, arrangement
         self._repeats = repeats
         self._known: deque[tuple[Samples | Update, Split]] = deque()  # global batches that are not drawn yet
         self._drawn: deque[tuple[BalancedBatch, Samples]] = deque()  # batches not returned yet
@@ -145,14 +130,16 @@ class ShareSampler(Sampler[Any]):
 
     def _global_batches(self, seed: int, skip: int) -> Iterator[Samples | Update | None]:
         arrangement = self._arrangement
-        if arrangement is None or not arrangement.joins:
-            return self._order.batches(seed, skip)
-        return arrangement.batches(self._order.batches(seed, 0), seed, skip)
+        joins = arrangement is not None and arrangement.joins
+        batches = self._order.batches(seed, skip, is_whole=joins)
+        if arrangement is not None or self._repeats:
+            batches = (each.tolist() if isinstance(each, Tensor) else [*each] for each in batches)
+        return batches if arrangement is None or not joins else arrangement.batches(batches, seed, skip)
 
     def read_ahead(self) -> None:
         """Read the next global batch of the order. Collective."""
         if (batch := next(self._batches, None)) is not None:
-            self._known.append((batch, self._balance.split))
+            self._known.append((batch, self._split()))
 
     def __iter__(self) -> Iterator[Samples]:
         """Draw the shares of the epoch that `shares` began."""

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gangline.models.arguments import check_int
 from gangline.models.data.batches import Batch, as_batch, length_of, num_samples, pinned, take, tensors_of
 from gangline.models.data.lengths import Arrangement, Lengths
-from gangline.models.data.loaders import copy_loader
+from gangline.models.data.loaders import copy_loader, sampling_generator
+from gangline.models.data.order import Exchange, Order
 from gangline.models.data.reader import Collate, Reader, base_dataset
-from gangline.models.data.shares import Cutter, Samples, ShareSampler, Split, split_of
+from gangline.models.data.shares import Samples, ShareSampler, Split, split_of
 from gangline.models.elastic_workers import ElasticWorkers
 from gangline.models.random_streams import mixed_seed
 from gangline.models.workers import Workers
@@ -119,7 +119,8 @@ def source(
         if not len(data):
             raise ValueError("the dataset has no samples; expected at least one")
         checked = None if lengths is None else Lengths(lengths, len(data), padding=padding)
-        return _Samples(Reader(data, pin=pin, collate=collate), BatchOrder(len(data), size, shuffle, seed, checked))
+        reader = Reader(data, pin=pin, collate=collate)
+        return _Samples(reader, len(data), size, shuffle=shuffle, seed=seed, lengths=checked)
     if isinstance(data, (torch.Tensor, np.ndarray, dict, str)) or not isinstance(data, Iterable):
         raise TypeError(
             f"{what} is a {type(data).__name__}; expected (data, labels), a Dataset, a DataLoader, "
@@ -151,43 +152,21 @@ def _checked_batch_size(batch_size: int | None, what: str) -> int:
     return check_int("batch_size", batch_size)
 
 
-@dataclass
-class BatchOrder:
-    """Sample indices of each batch of an epoch, a permutation by (seed, epoch) unless ``shuffle`` is False."""
-
-    samples: int
-    batch_size: int
-    shuffle: bool
-    seed: int
-    lengths: Lengths | None = None
-    """Costs of the samples, by which batches are cut into shares; None: by the number of samples."""
-
-    def batches(self, seed: int, skip: int) -> Iterator[Any]:
-        """Return the batches of an epoch after ``skip`` samples, permuted by ``seed``."""
-        if self.shuffle:
-            order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed), device="cpu")
-        else:
-            order = torch.arange(self.samples, device="cpu")
-        batches = (order[begin : begin + self.batch_size] for begin in range(skip, self.samples, self.batch_size))
-        return batches if self.lengths is None else (batch.tolist() for batch in batches)
-
-    def plan(self) -> dict[str, Any]:
-        """Return the settings that must be equal to resume a run within an epoch."""
-        plan = {**vars(self), "seed": self.seed if self.shuffle else None}
-        lengths = plan.pop("lengths")
-        return plan if lengths is None else {**plan, "lengths": lengths.checksum, "padding": lengths.padding}
-
-    @property
-    def length(self) -> int:
-        """Number of batches of an epoch."""
-        return -(-self.samples // self.batch_size)
-
-
 class _Ordered(Source):
     """Data of the whole job; this source chooses the samples of each batch."""
 
     is_shared = True
-    order: BatchOrder
+
+    def __init__(
+        self, samples: int, batch_size: int, *, shuffle: bool, seed: int, lengths: Lengths | None = None
+    ) -> None:
+        """Set the order: a permutation by (seed, epoch) unless ``shuffle`` is False.
+
+        Batches are cut into shares by ``lengths``; None: by the number of samples.
+        """
+        every: Any = range(samples)
+        self._order = Order(DataLoader(every, batch_size, shuffle), Exchange())
+        self._shuffle, self._samples, self._seed, self._lengths = shuffle, samples, seed, lengths
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         return (item for item in self.parts(Workers(), epoch, skip, skipped) if item is not None)
@@ -202,14 +181,16 @@ class _Ordered(Source):
 
     def _shares(self, workers: Workers, epoch: int, skip: int, split: Split | None = None) -> Iterator[Item | None]:
         """Yield the shares of a split; None: that of the loads, which cut batches equally far ahead on all workers."""
-        cutter, lengths, seed = Cutter(), self.order.lengths, mixed_seed(self.order.seed, epoch)
-        cutter.split = split or split_of(workers.rank, workers.loads, workers.minimum)
-        ahead = self.order.length if split else max(self.reads_ahead, workers.reads_ahead)
-        sampler = ShareSampler(self.order, cutter, ahead, Arrangement(lengths) if lengths else None, repeats=False)
-        for batch, item in sampler.shares(self._items(sampler, epoch), seed, skip * self.order.batch_size):
+        lengths, size = self._lengths, self._order.size
+
+        def present() -> Split:
+            return split or split_of(workers.rank, workers.loads, workers.minimum)
+
+        ahead = self.num_batches() if split else max(self.reads_ahead, workers.reads_ahead)
+        sampler = ShareSampler(self._order, present, ahead, Arrangement(lengths) if lengths else None, repeats=False)
+        for batch, item in sampler.shares(self._items(sampler, epoch), mixed_seed(self._seed, epoch), skip * size):
             self.indices, workers.share_cost = sampler.indices, batch.cost if lengths else None
             yield item
-            cutter.split = split or split_of(workers.rank, workers.loads, workers.minimum)
             sampler.read_ahead()
 
     def _parts_of_steps(self, workers: ElasticWorkers, epoch: int, skip: int) -> Iterator[Item | None]:
@@ -217,11 +198,11 @@ class _Ordered(Source):
 
         Prefetching assumes an equal share of the next batch; if the share differs, prefetching restarts there.
         """
-        order, split = self.order, split_of(0, [1.0])
+        length, split = self.num_batches(), split_of(0, [1.0])
         shares: Iterator[Item | None] = iter(())
-        for number in range(skip, order.length):
-            size = min(order.batch_size, order.samples - number * order.batch_size)
-            share = workers.share_of(epoch * order.length + number, size)
+        for number in range(skip, length):
+            size = min(self._order.size, self._samples - number * self._order.size)
+            share = workers.share_of(epoch * length + number, size)
             if share is None:
                 return
             loads = [*map(float, (share.start, share.stop - share.start, size - share.stop))]  # its own is the second
@@ -235,10 +216,12 @@ class _Ordered(Source):
         """Yield the samples of each batch of indices; None for a batch without samples."""
 
     def plan(self) -> dict[str, Any]:
-        return self.order.plan()
+        seed, lengths = self._seed if self._shuffle else None, self._lengths
+        plan = {"samples": self._samples, "batch_size": self._order.size, "shuffle": self._shuffle, "seed": seed}
+        return plan if lengths is None else {**plan, "lengths": lengths.checksum, "padding": lengths.padding}
 
     def num_batches(self) -> int:
-        return self.order.length
+        return -(-self._samples // self._order.size)
 
 
 class _Arrays(_Ordered):
@@ -249,7 +232,7 @@ class _Arrays(_Ordered):
         if label is not None and num_samples(label, f"{what}[1]") != samples:
             raise ValueError(f"{what} has {samples} samples, but {num_samples(label, f'{what}[1]')} labels")
         self._data, self._label, self._pin = data, label, pin
-        self.order = BatchOrder(samples, batch_size, shuffle, seed)
+        super().__init__(samples, batch_size, shuffle=shuffle, seed=seed)
         per_sample = sum(tensor[0].nbytes for tensor in tensors_of((data, () if label is None else label)))
         copies = shuffle or pin  # otherwise batches are views
         self.reads_ahead = int(copies and per_sample * min(batch_size, samples) >= _GATHERED_AHEAD)
@@ -270,7 +253,7 @@ class _Arrays(_Ordered):
     def _select(self, indices: Samples) -> Item | None:
         if not len(indices):
             return None
-        index: Any = indices if self.order.shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
+        index: Any = indices if self._shuffle else slice(int(indices[0]), int(indices[-1]) + 1)
         item = take(self._data, index), None if self._label is None else take(self._label, index)
         return (pinned(item[0]), None if item[1] is None else pinned(item[1])) if self._pin else item
 
@@ -278,8 +261,9 @@ class _Arrays(_Ordered):
 class _Samples(_Ordered):
     """A map-style Dataset, read by its ``num_workers`` processes, if any."""
 
-    def __init__(self, reader: Reader, order: BatchOrder) -> None:
-        self._reader, self.order, self.reads_ahead = reader, order, reader.reads_ahead
+    def __init__(self, reader: Reader, samples: int, batch_size: int, **options: Any) -> None:
+        super().__init__(samples, batch_size, **options)
+        self._reader, self.reads_ahead = reader, reader.reads_ahead
 
     def _items(self, batches: Iterable[Samples], epoch: int) -> Iterator[Item | None]:
         lists = (indices.tolist() if isinstance(indices, torch.Tensor) else [*indices] for indices in batches)
@@ -291,13 +275,13 @@ class _Samples(_Ordered):
 
 
 class _Loader(Source):
-    """A DataLoader over a map-style Dataset; it shuffles with its own generator, if any, else with torch's."""
+    """A DataLoader over a map-style Dataset; its sampler draws from its own generator, if any, else from torch's."""
 
     length_is_certain = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self.generator = loader.generator
+        self.generator = sampling_generator(loader)
 
     def epoch(self, epoch: int, skip: int = 0, skipped: Callable[[], None] = _do_nothing) -> Iterator[Item]:
         samplers: tuple[Any, ...] = (self._loader.sampler, self._loader.batch_sampler)

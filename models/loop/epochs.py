@@ -31,7 +31,7 @@ from gangline.models.loop.schedules import DrivenScheduler, Schedule
 from gangline.models.loop.stopping import received_signal
 from gangline.models.metrics.metric import EvalMetric
 from gangline.models.names import parameters_of
-from gangline.models.random_streams import host_states, set_host_states
+from gangline.models.random_streams import host_states, host_states_kept, set_host_states
 from gangline.models.run_state import Position
 
 if TYPE_CHECKING:
@@ -457,11 +457,10 @@ class Epochs:
     def _validate(self, epoch: int, where: str) -> None:
         assert self.evaluation is not None
         module = self.module
-        states = host_states(None)  # a loader used for scoring may draw random numbers, which must not affect training
         at_end = [lambda param: self._call(self.callbacks.eval_end, param)]
         after_batch = self.callbacks.eval_batch_end
-        values = score(module, self.evaluation, self.validation, None, None, after_batch, at_end, epoch)
-        set_host_states(states, None)
+        with host_states_kept():  # a loader used for scoring may draw random numbers, which must not affect training
+            values = score(module, self.evaluation, self.validation, None, None, after_batch, at_end, epoch)
         for name, value in values:
             log(module, "%s Validation-%s=%f", where, name, value)
         self._step_scheduler("validation", dict(values))

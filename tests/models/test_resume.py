@@ -21,7 +21,7 @@ import pytest
 import torch
 from measure import Cut, distance, labelled, mlp, same_bits
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from gangline import Communicator, Module, cpu, spawn
 from gangline.callback import Checkpoint
@@ -58,6 +58,12 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "loader-workers": (lambda: DataLoader(Augmented(), batch_size=6, shuffle=True, num_workers=2), {}),
     "loader-own-generator": (
         lambda: DataLoader(Augmented(), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        {},
+    ),
+    "loader-own-sampler": (
+        lambda: DataLoader(
+            Augmented(), 6, sampler=SubsetRandomSampler(range(SAMPLES), torch.Generator().manual_seed(3))
+        ),
         {},
     ),
 }
@@ -161,8 +167,9 @@ JOBS = {
        for data in ("arrays", "dataset", "loader", "loader-own-generator")
        for loads, optimizer in (([1], "sgd"), ([2, 1, 0], "adam"))},
     "loader-workers": Job("loader-workers", [2, 1, 0], "adam", cuts=(7,)),
+    "loader-own-sampler": Job("loader-own-sampler", cuts=(5,)),
 }  # fmt: skip
-FAST = ("accumulated", "2bit")
+FAST = ("accumulated", "2bit", "loader-own-sampler")
 
 
 @pytest.mark.parametrize("job", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in JOBS])

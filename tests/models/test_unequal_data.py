@@ -153,7 +153,28 @@ def ramp(comm: Communicator, path: str) -> None:
     loader = balanced(DataLoader(torch.arange(32), batch_sampler=cut(everything, 3)))
     check_refused(lambda: set_to(8), "the sampler decides the size of batches")
     ramp_within_an_epoch(comm.rank)
+    resume_with_own_sampler(with_generator=False)
+    resume_with_own_sampler(with_generator=True, lengths=[1] * 600, pool=2)
     dist.destroy_process_group()
+
+
+def resume_with_own_sampler(*, with_generator: bool, **options: Any) -> None:
+    """Leave an epoch in the middle; the sampler then draws what it had drawn, also behind the first message."""
+
+    def made() -> gangline.BalancedLoader:
+        generator = torch.Generator() if with_generator else None
+        sampler = SubsetRandomSampler(range(5, 600), generator)
+        return balanced(DataLoader(torch.arange(600), batch_size=2, sampler=sampler), **options)
+
+    torch.manual_seed(7)
+    loader = made()
+    begun = epoch_of(loader, 140)
+    state, loader = loader.state_dict(), made()
+    torch.manual_seed(8)
+    loader.load_state_dict(state)
+    begun += epoch_of(loader, 3)
+    loader.load_state_dict(loader.state_dict())
+    assert sorted(flat(begun + epoch_of(loader))) == [*range(5, 600)]
 
 
 def ramp_within_an_epoch(rank: int) -> None:

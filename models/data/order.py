@@ -1,11 +1,12 @@
-"""Global order: the batches of all ranks together, as indices of the data set."""
+"""Order: the batches of all ranks or workers together, as indices of the data set."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice, starmap, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,16 +20,33 @@ from torch.utils.data import (
 )
 
 from gangline.collectives.errors import MismatchError
-from gangline.models.balance.rank_exchange import RankExchange
 from gangline.models.data.batches import length_of
-from gangline.models.data.loaders import sampler_of
+from gangline.models.data.loaders import sampler_of, sampling_generator
+from gangline.models.random_streams import host_states, host_states_kept, set_host_states
 
 _CHUNK = 64  # global batches whose indices one message carries
 _COMPARED = 4096  # samples of a data set of which ranks compare whether their samplers draw them
 _HASH, _BITS = 2654435761, 0xFFFFFFFF  # samples are compared whose index times the first has low bits of a small number
 
 
-class GlobalOrder:
+T = TypeVar("T")
+
+
+class Exchange:
+    """Messages between the ranks, one of which may draw for all; here there is one."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, data: Any) -> list[Any]:
+        """Return every rank's data in rank order. Collective."""
+        return [data]
+
+    def all_gather_results(self, call: Callable[[], T], doing: str) -> list[T]:  # noqa: ARG002  of several ranks
+        """Run a function on every rank and return all results; ``doing`` names it in errors. Collective."""
+        return [call()]
+
+
+class Order:
     """Order of the samples of all ranks in an epoch, drawn by the sampler of a loader over a map-style data set.
 
     Every rank repeats a sampler that is sequential, random by seed, or a DistributedSampler. Of other samplers rank 0's
@@ -38,8 +56,10 @@ class GlobalOrder:
 
     rank_lengths: Sequence[int | None] = ()
     """Lengths of all ranks, if each draws its own part."""
+    random: Mapping[str, Any] = {}
+    """States of the host's and the sampler's generators when the epoch began, if this rank draws for others."""
 
-    def __init__(self, loader: DataLoader[Any], exchange: RankExchange, global_batch: int | None) -> None:
+    def __init__(self, loader: DataLoader[Any], exchange: Exchange, global_batch: int | None = None) -> None:
         """Check the loader; ValueError if it cannot be cut to global batches of this size, None: its own."""
         batches: Any = loader.batch_sampler
         if batches is None:
@@ -64,6 +84,7 @@ class GlobalOrder:
                 f"global_batch is {global_batch}, but the {type(sampler if is_plain else batches).__name__} decides "
                 "the size of batches; leave global_batch out"
             )
+        self._generator = sampling_generator(loader)
         self._samples = length_of(loader.dataset)  # None, once the samples that ranks draw have been compared
 
     def resize(self, size: int) -> None:
@@ -94,22 +115,32 @@ class GlobalOrder:
             **{f"the sampler's {name}": getattr(self._sampler, name) for name in names if hasattr(self._sampler, name)},
         }
 
-    def batches(self, seed: int, skip: int) -> Iterator[list[Any]]:
-        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective."""
-        lists = self._drawn_lists()
+    def batches(self, seed: int, skip: int, *, is_whole: bool = False) -> Iterator[Any]:
+        """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective.
+
+        They are slices of a tensor or range if the whole order is known, else lists. Samples that were drawn before
+        `random` was saved are drawn again from it. With ``is_whole`` the skipped samples are returned too.
+        """
+        lists, skip = self._drawn_lists(skip), 0 if is_whole else skip
         if not self._is_cut:
             of_ranks: Any = BatchSampler(_skipped(lists, skip), self._exchange.size, self._drop_last)  # type: ignore[arg-type]
             return (list(chain.from_iterable(one_of_each_rank)) for one_of_each_rank in of_ranks)
-        indices = self._indices(seed) if self.is_repeated else chain.from_iterable(lists)
-        return iter(BatchSampler(islice(indices, skip, None), self.size, self._drop_last))
+        indices, size = self._indices(seed) if self.is_repeated else chain.from_iterable(lists), self.size
+        if isinstance(indices, Iterator):
+            return iter(BatchSampler(islice(indices, skip, None), size, self._drop_last))
+        end = len(indices) - (len(indices) - skip) % size * self._drop_last
+        return (indices[begin : begin + size] for begin in range(skip, end, size))
 
-    def _indices(self, seed: int) -> Iterator[int]:
+    def _indices(self, seed: int) -> Tensor | range | Iterator[int]:
         sampler: Any = self._sampler
+        if isinstance(sampler, SequentialSampler):
+            return range(len(sampler))
         if isinstance(sampler, RandomSampler):
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator().manual_seed(seed)
-        if not isinstance(sampler, DistributedSampler):
-            return iter(sampler)
+            if not sampler.replacement and len(sampler) == len(sampler.data_source):
+                return torch.randperm(len(sampler), generator=sampler.generator, device="cpu")
+            return chain(sampler)
         # The indices of all ranks, without padding.
         whole: Any = DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
         whole.set_epoch(sampler.epoch)
@@ -121,17 +152,27 @@ class GlobalOrder:
         is_distributed = isinstance(sampler, DistributedSampler)
         return min(len(sampler.dataset), sampler.total_size) if is_distributed else length_of(sampler)
 
-    def _drawn_lists(self) -> Iterator[Sequence[Any]]:
+    def _drawn_lists(self, skip: int) -> Iterator[Sequence[Any]]:
         """Return the lists of samplers in the order of training. Collective, a chunk at a time."""
         reads = self.of_all_ranks or not self._exchange.rank
         own = chain(self._lists)  # `read` opens it, whose errors reach all ranks
         count = _CHUNK if self.of_all_ranks else _CHUNK * self._exchange.size
+        if not skip:
+            self.random = host_states(self._generator) if reads else {}
+        states = dict(self.random)  # until the samples after the skipped ones are drawn
         drawn: set[int] = set()  # some of the samples, the same on all ranks if all draw all
         part = 0.0 if self.of_all_ranks or not self._samples else _COMPARED / self._samples
 
         def read() -> tuple[list[Any] | Tensor, list[int]]:
-            lists = [list(each) for each in islice(own, count)]
+            nonlocal skip
+            is_repeated = states and skip > 0  # as before the run was resumed; the loop's own draws are not
+            with host_states_kept() if is_repeated else nullcontext():
+                if is_repeated:
+                    set_host_states(states, self._generator)
+                lists = [list(each) for each in islice(own, count)]
+                states.update(host_states(self._generator) if is_repeated else {})
             indices = list(chain.from_iterable(lists))
+            skip -= len(indices) * (self._exchange.size if self.of_all_ranks else 1)
             is_plain = all(isinstance(index, int | np.integer) for index in indices)  # a tensor is read much faster
             packed = torch.tensor(indices, dtype=torch.int64, device="cpu") if is_plain else indices
             if part and isinstance(packed, Tensor):
