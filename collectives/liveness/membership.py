@@ -314,7 +314,7 @@ class PeerConnections:
                 return
             self._read_all()
             told = self.of_group(group.label)
-            error = _sendable(ending_error())
+            error = ending_error()
             self._send_closed(told, group.packed(["closed", error] if error else ["closed"]))
             self._told.update(told)
             if self._has_heartbeats:

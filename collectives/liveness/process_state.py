@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-_LINE_LIMIT = 300  # characters of an error's text
+_LINE_LIMIT = 300  # characters of an error's class and text
 
 
 def this_process() -> tuple[str, int, int]:
@@ -53,13 +53,19 @@ def state_of(process: Sequence[str | int]) -> str:
 
 
 def ending_error() -> str:
-    """Return type and first line of the error that ends this process or the caller's block; "" if there is none."""
+    """Return type and first line of the error that ends this process or the caller's block; "" if there is none.
+
+    An exit with code 0 is none.
+    """
     uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # a prompt goes on after an error
     error = sys.exception() or uncaught
-    if error is None:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
-    line = next(iter(str(error).strip().splitlines()), "")[:_LINE_LIMIT]
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    line = ""
+    with suppress(Exception):  # of a class whose text cannot be made
+        line = next(iter(str(error).strip().splitlines()), "")
+    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return text[:_LINE_LIMIT].encode("utf-8", "replace").decode()
 
 
 @cache

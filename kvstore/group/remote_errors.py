@@ -68,6 +68,11 @@ def refused(calls: Mapping[int, str], rank: int, size: int) -> str:
     return f"rank {rank} of {size}: {_short(calls[rank])}{''.join(others[:1])}; no tensor has changed"
 
 
+def why_gone(why: str, error: str = "") -> str:
+    """Return why a process is gone, for errors: ``why`` it has died, or the error because of which it has left."""
+    return why or (f"ended with an error: {error}" if error else "has left the job")
+
+
 def hint(*calls: str) -> str:
     """Return advice if one of the calls is often made on rank 0 alone; else ""."""
     found = any(_WRITES in call for call in calls)

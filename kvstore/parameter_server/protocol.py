@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from gangline.collectives.errors import ProtocolError
 
-VERSION = 11
+VERSION = 12
 MAX_HEADER = 4 << 20
 """Maximum bytes of a header frame without a `Blob`; one with it may have MAX_COLLECTIVE more."""
 MAX_SHARD = 1 << 35
@@ -188,6 +188,8 @@ class MemberGone(Message, tag=5):
     role: String
     rank: Rank
     why: Text
+    error: String = ""
+    """Error of its `Leave`."""
 
 
 class Collective(Message, tag=6):
@@ -233,6 +235,10 @@ class Leave(Message, tag=10):
 
     why: Text = ""
     """Reason if others cannot go on without it; "" otherwise."""
+    error: String = ""
+    """Class and first line of the error that ends the sender; "" if none does."""
+    remains: Flag = False
+    """True if the sender takes part until its process ends, because others wait for its restart or fail with it."""
 
 
 class JobOver(Message, tag=11):

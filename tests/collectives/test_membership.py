@@ -34,7 +34,7 @@ from gangline.collectives.environments.job_key import JobKey, write_file
 from gangline.collectives.errors import DeadNodeError, GanglineError, MismatchError, ProtocolError, StallError
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.membership import CLOSED, LOST, PROPOSALS, ProcessMembership, ThreadMembership
-from gangline.collectives.liveness.process_state import state_of, this_process
+from gangline.collectives.liveness.process_state import ending_error, state_of, this_process
 from gangline.collectives.liveness.watchdog import Watchdog, mismatch
 from gangline.collectives.processes import process_pool
 from gangline.collectives.transports.addresses import required_key
@@ -494,6 +494,31 @@ def _close_after_an_error(rank: Rank) -> None:
 def test_a_rank_that_closes_after_an_error_names_it() -> None:
     why = f"{CLOSED} after OutOfMemoryError: CUDA out of memory."
     assert in_processes(_close_after_an_error, 2) == [{}, {0: why}]
+
+
+class _UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nMore lines"), "OutOfMemoryError: CUDA out of memory."),
+        (MemoryError(), "MemoryError"),
+        (ValueError("x" * 1000), f"ValueError: {'x' * 288}"),
+        (ValueError("\udcff"), "ValueError: ?"),
+        (_UnprintableError(), "_UnprintableError"),
+        (SystemExit(3), "SystemExit: 3"),
+        (SystemExit(0), ""),
+        (SystemExit(), ""),
+    ],
+)
+def test_an_error_that_ends_a_process_has_one_short_line(error: BaseException, text: str) -> None:
+    try:
+        raise error
+    except BaseException:  # noqa: BLE001
+        assert ending_error() == text
 
 
 def _count_rounds_of_split(rank: Rank) -> None:

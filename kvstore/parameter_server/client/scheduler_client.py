@@ -26,11 +26,12 @@ from gangline.collectives.errors import (
     name_ranks,
 )
 from gangline.collectives.limits import JOIN_REPORT_SECONDS, limits
-from gangline.collectives.liveness.process_state import this_process
+from gangline.collectives.liveness.process_state import ending_error, this_process
 from gangline.collectives.timeline import recorder
 from gangline.collectives.timeline.clock import ClockOffset
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
+from gangline.kvstore.group.remote_errors import why_gone
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.transport.client_channel import open_channel, scheduler_address, start_echo
@@ -90,6 +91,9 @@ class SchedulerClient:
         """Identifies this incarnation of the process to ZeroMQ and servers."""
         self.gone: dict[tuple[str, int], str] = {}
         """(role, rank) -> reason; "" if it has left. Replaced, never modified: other threads iterate over it."""
+        self.errors: dict[tuple[str, int], str] = {}
+        """(role, rank) -> error that has ended a process which has left."""
+        self._error = ""  # that ends this process
         self.view = 0
         """Number of the membership, incremented when a restarted process replaces another."""
         self.servers: list[str] = []
@@ -448,8 +452,8 @@ class SchedulerClient:
             self._count(result.number)
         return result
 
-    def leave(self, why: str = "") -> None:
-        """Leave the job, but keep listening until `close`. Idempotent.
+    def leave(self, why: str = "", *, remains: bool = False) -> None:
+        """Leave the job, but keep listening until `close`. Idempotent. For ``remains`` see `protocol.Leave`.
 
         Other processes that cannot continue get ``why`` as an error, such as "ended with an error: ...".
         """
@@ -458,16 +462,18 @@ class SchedulerClient:
         self.has_left = True
         leaving: Future[Any] = Future()
         with self._lock:
-            self._pending["over"] = leaving, protocol.Leave(why)
-        self._send(protocol.Leave(why))
+            self._pending["over"] = leaving, protocol.Leave(why, self._error, remains)
+        self._send(protocol.Leave(why, self._error, remains))
         try:
             leaving.result(_LEAVE_SECONDS)
         except (TimeoutError, GanglineError):
             _log.debug("the scheduler did not acknowledge that %s %d leaves", self.role, self.rank)
 
     def abandon(self) -> None:
-        """Close without leaving: this process ends with an error, and the others may wait for its restart."""
-        self.has_left |= self.allows_restarts or (self.is_elastic and self.rank in self.views[-1][1])
+        """Close because of the error in flight, without leaving if the others may wait for a restart."""
+        self._error = ending_error()
+        if self.allows_restarts or (self.is_elastic and self.rank in self.views[-1][1]):
+            self.leave(remains=True)
 
     @property
     def is_job_over(self) -> bool:
@@ -530,8 +536,10 @@ class SchedulerClient:
             return ""
         for (role, rank), why in self.gone.items():
             if role == "worker":
-                causes = [f"; {other} {one} {text}" for (other, one), text in self.gone.items() if text and not why]
-                return f"worker {rank} {why or 'has left the job'}{''.join(causes)}"
+                error = self.errors.get((role, rank), "")
+                others = self.gone.items() if not (why or error) else ()
+                causes = [f"; {other} {one} {text}" for (other, one), text in others if text]
+                return f"worker {rank} {why_gone(why, error)}{''.join(causes)}"
         return ""
 
     def _send(self, message: Message) -> None:
@@ -678,8 +686,10 @@ class SchedulerClient:
                 self.away.pop((role, rank), None)
                 _log.info("%s %d is back", role, rank)
                 self.on_change()
-            case protocol.MemberGone(role, rank, why):
+            case protocol.MemberGone(role, rank, why, error):
                 self.away.pop((role, rank), None)
+                if error:
+                    self.errors[role, rank] = error
                 if why or "server" in (role, self.role) or rank in self.views[-1][1]:
                     self.gone = {**self.gone, (role, rank): why}
                 self._fail_collectives()

@@ -25,7 +25,7 @@ from gangline.collectives.transports.shm.segments import Segment, Words, open_of
 from gangline.collectives.transports.zmq.context import end
 from gangline.collectives.work import GuardedLock
 from gangline.kvstore.freed_memory import keep_freed_memory
-from gangline.kvstore.group.remote_errors import hint, make_error
+from gangline.kvstore.group.remote_errors import hint, make_error, why_gone
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.client.request import Request
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -639,7 +639,7 @@ class ServerClient:
         if self._scheduler.lost:
             return f"the scheduler {self._scheduler.lost}"
         why = self._scheduler.gone.get(("server", server)) if self._scheduler.gone else None
-        return "" if why is None else f"server {server} {why or 'has left the job'}"
+        return "" if why is None else f"server {server} {why_gone(why)}"
 
     def _cut(self, server: int) -> str:
         """Return "" if a server can be reached; else leave the job and return why a living server cannot be reached."""

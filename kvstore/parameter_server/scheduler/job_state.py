@@ -13,7 +13,7 @@ from msgspec import Struct, convert
 from gangline.collectives import hooks
 from gangline.collectives.errors import ProtocolError, name_ranks
 from gangline.collectives.liveness.status_socket import Wait
-from gangline.kvstore.group.remote_errors import differing, refused
+from gangline.kvstore.group.remote_errors import differing, refused, why_gone
 from gangline.kvstore.parameter_server import protocol
 from gangline.kvstore.parameter_server.protocol import ROUND, Message
 from gangline.kvstore.parameter_server.scheduler.views import Views
@@ -54,6 +54,8 @@ class Member:
     state: MemberState = MemberState.PRESENT
     why: str = ""
     """Why it has died; "" if it has not."""
+    error: str = ""
+    """Error that ends it, by its `Leave`."""
     away_since: float = 0.0
     is_restarted: bool = False
     """True if it has taken the place of a member that died after the start, or has joined an elastic job."""
@@ -188,7 +190,7 @@ class JobState:
         if registration.incarnation and self.started and may_return and (predecessor or not self.is_elastic):
             if predecessor is None or not predecessor.is_gone:
                 return "" if predecessor is not None else f"{role} {rank} is not one of this job's {count} {role}s"
-            return f"{predecessor.name} cannot be started again: it {predecessor.why or 'has left the job'}"
+            return f"{predecessor.name} cannot be started again: it {why_gone(predecessor.why, predecessor.error)}"
         if self.is_elastic and role == "worker" and (self.started or count <= rank < self.views.most):
             return self.rejection_of_new(rank)
         if len(members) >= count:

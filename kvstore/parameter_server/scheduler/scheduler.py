@@ -17,6 +17,7 @@ from gangline.collectives.limits import limits
 from gangline.collectives.liveness.process_state import state_of
 from gangline.collectives.liveness.status_socket import Part, publish, withdraw
 from gangline.collectives.transports.addresses import resolved
+from gangline.kvstore.group.remote_errors import why_gone
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.protocol import Message
 from gangline.kvstore.parameter_server.scheduler.job_state import JobState, Member, MemberState
@@ -230,9 +231,10 @@ class Scheduler:
                 since = time.monotonic() - seconds
                 silent = [one.name for one in self._state.members.values() if not one.is_gone and one.heard_at < since]
                 self._send(member, protocol.SilenceResult(silent))
-            case protocol.Leave(why):
+            case protocol.Leave(why, error, remains):
+                member.error = error
                 self._send(member, protocol.JobOver())
-                if member.state is MemberState.PRESENT:
+                if member.state is MemberState.PRESENT and not remains:
                     if not why:
                         self._tell_launcher(member.name.encode())
                     (self._lose if why and self._state.is_guest(member) else self._remove)(member, why)
@@ -352,7 +354,7 @@ class Scheduler:
                 self._send(member, self._back(other))
             if other.is_gone:
                 why = other.why if other.state is MemberState.DEAD else ""
-                self._send(member, protocol.MemberGone(other.role, other.rank, why))
+                self._send(member, protocol.MemberGone(other.role, other.rank, why, other.error))
             elif other.state is MemberState.AWAY:
                 self._send(member, _away(other))
         if member.role == "server":
@@ -432,7 +434,7 @@ class Scheduler:
                 self._send(member, protocol.Heartbeat())
                 self._listener.send(member.identity + ECHO, [protocol.pack(protocol.Heartbeat())])
             if why := self._death_of(member, now, looks=looks):
-                self._lose(member, why)
+                self._lose(member, why_gone("", member.error) if member.error else why)
         if not self._state.started:  # a process that dies before the start may be replaced
             for identity in [key for key, member in self._state.members.items() if member.is_gone]:
                 del self._state.members[identity]
@@ -475,7 +477,7 @@ class Scheduler:
             if why:  # the others end with an error, so restarts are useless
                 self._state.restarts = 0
                 self._tell_launcher(LOST)  # before notifying the others
-            self._send_to_others(member, protocol.MemberGone(member.role, member.rank, why))
+            self._send_to_others(member, protocol.MemberGone(member.role, member.rank, why, member.error))
             self._complete_collectives()
             self._complete_join()
             self._advance_views()

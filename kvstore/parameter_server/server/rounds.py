@@ -18,6 +18,7 @@ from gangline.collectives.errors import DeadNodeError, MismatchError, name_ranks
 from gangline.collectives.limits import limits
 from gangline.collectives.liveness.status_socket import Wait
 from gangline.collectives.timeline import recorder
+from gangline.kvstore.group.remote_errors import why_gone
 from gangline.kvstore.optimizer.spec import Key
 from gangline.kvstore.parameter_server.server.kept_memory import KeptMemory
 from gangline.kvstore.parameter_server.server.optimizer_shards import Optimizers, ShardOptimizers
@@ -514,12 +515,16 @@ class ShardRounds:
             self.in_collectives = calls
             self.changed.update(shard for shard in self.shards.values() if shard.waiters)
 
-    def mark_gone(self, gone: Mapping[int, str]) -> list[int]:
-        """Mark ranks as gone, fail waiters whose round can no longer close, and return the newly gone ranks."""
+    def mark_gone(self, gone: Mapping[int, str], errors: Mapping[int, str]) -> list[int]:
+        """Mark ranks as gone, fail waiters whose round can no longer close, and return the newly gone ranks.
+
+        ``errors`` have ended ranks that are gone without a reason.
+        """
         new = [rank for rank in gone if rank not in self._gone]
         self._gone.update(gone)
         self._leaving -= self._gone.keys()
-        self._lost.update({rank: gone[rank] for rank in new if gone[rank] or rank in self._views[-1][1]})
+        lost = [rank for rank in new if gone[rank] or rank in self._views[-1][1]]
+        self._lost.update({rank: why_gone(gone[rank], errors.get(rank, "")) for rank in lost})
         for shard in self.shards.values() if new else ():
             self._drop_waiters(shard, self._gone)
             self.changed.add(shard)
@@ -598,8 +603,9 @@ class ShardRounds:
         if not self.is_sync:
             return ""
         for following in range(shard.closed + 1, number + 1):
-            for rank in self._lost.keys() & self._missing(shard, following):
-                return f"worker {rank} {self._lost[rank] or 'has left the job'}"
+            missing = self._missing(shard, following)
+            for rank in filter(missing.__contains__, self._lost):  # the first, whose end may have ended the others
+                return f"worker {rank} {self._lost[rank]}"
         return ""
 
 

@@ -21,7 +21,7 @@ from gangline.collectives.transports.shm.segments import Segment, open_offered
 from gangline.kvstore.arguments import available_memory
 from gangline.kvstore.compression import Compression, parse
 from gangline.kvstore.freed_memory import keep_freed_memory
-from gangline.kvstore.group.remote_errors import error_name, text_with_traceback
+from gangline.kvstore.group.remote_errors import error_name, text_with_traceback, why_gone
 from gangline.kvstore.optimizer.spec import check_learning_rate
 from gangline.kvstore.parameter_server import environment, protocol
 from gangline.kvstore.parameter_server.client.scheduler_client import SchedulerClient
@@ -545,7 +545,8 @@ class Server:
         if not self._scheduler.gone:
             return
         gone = {rank: why for (role, rank), why in list(self._scheduler.gone.items()) if role == "worker"}
-        for rank in self._rounds.mark_gone(gone):
+        errors = {rank: self._scheduler.errors.get(("worker", rank), "") for rank in gone}
+        for rank in self._rounds.mark_gone(gone, errors):
             worker = self._sessions.of_rank(rank)
             if worker is not None:
                 self._sessions.end_reads(worker)
@@ -702,7 +703,7 @@ def open_server(job: environment.ServerJob) -> Iterator[Server]:
                 scheduler.leave("was started again, but the values that it held are lost")
             yield Server(scheduler, listener, thread_pool, kept)
         except Exception as error:
-            scheduler.leave(f"ended with an error: {type(error).__name__}: {error}")
+            scheduler.leave(why_gone("", f"{type(error).__name__}: {error}"))
             raise
         finally:
             scheduler.close()

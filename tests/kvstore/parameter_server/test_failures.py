@@ -20,6 +20,7 @@ from gangline.kvstore import KVStore
 from gangline.kvstore.parameter_server.client import scheduler_client
 from tests.collectives.stage import WAITS, Actor
 from tests.kvstore.parameter_server.faults import DistStage, Waits
+from tests.kvstore.test_launch import launch
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -187,6 +188,62 @@ def test_a_worker_that_leaves_is_named(how: str) -> None:
         outcomes = stage.outcomes()
         ended_by_themselves(outcomes, but=4)
         assert ("as the test wants it" if how == "raise" else "exited with code 3") in str(outcomes[4].error)
+
+
+ENDS = """\
+import os, sys, torch, gangline
+ends, victim, call = sys.argv[1:]
+is_first = not (os.environ.get("GANGLINE_INCARNATION", "0") + os.environ.get("GANGLINE_RESTART", "0")).strip("0")
+kv = gangline.create("dist_sync" if int(os.environ["DMLC_NUM_SERVER"]) else "allreduce")
+def run():
+    out = torch.zeros(4)
+    kv.init(0, out)
+    for step in range(kv.first_step, 4):
+        kv.pushpull(0, out, out=out)
+        if kv.rank == int(victim) and step and (ends == "always" or is_first):
+            if ends == "leaves":
+                return
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\\nand more")
+        if call == "barrier":
+            kv.barrier()
+    print("done", flush=True)
+if call == "barrier":
+    with kv:
+        run()
+else:
+    run()
+"""
+MEMORY = "OutOfMemoryError: CUDA out of memory. Tried 2 GiB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "words", "ends", "call", "text"),
+    [
+        (0, "-n 2 -s 1", "always", "pull", f"ended with an error: {MEMORY}"),
+        (1, "-n 3 -s 1", "always", "barrier", f"ended with an error: {MEMORY}"),
+        (1, "-n 2 -s 1", "leaves", "pull", "has left the job"),
+        (1, "-n 2 -s 0", "always", "pull", f"closed its communicator after {MEMORY}"),
+        (1, "-n 2 -s 1 --elastic 1:3", "always", "pull", f"ended with an error: {MEMORY}"),
+        (1, "-n 2 -s 1 --restart-processes 1", "always", "pull", f"ended with an error: {MEMORY}"),
+        (1, "-n 2 -s 1 --restart-processes 1", "once", "pull", f"ended with an error: {MEMORY}; the others wait"),
+        (0, "-n 2 -s 1 --max-restarts 1", "once", "barrier", f"ended with an error: {MEMORY}"),
+    ],
+)
+def test_others_name_the_error_that_has_ended_a_worker(
+    victim: int, words: str, ends: str, call: str, text: str
+) -> None:
+    with launch(*words.split(), "--", sys.executable, "-c", ENDS, ends, str(victim), call) as run:
+        status, out, errors = run.end(100)
+    told = [line.partition("DeadNodeError: ")[2] for line in errors if "errors.DeadNodeError: " in line]
+    for line in told:
+        assert re.fullmatch(rf"(worker|rank) {victim} {text} \(.*\)", line), line
+    if "elastic" in words or "processes" in words:  # the launcher stops the others, perhaps before they have raised
+        assert any(f"WARNING: worker {victim} {text}" in line for line in errors), errors
+    else:
+        assert len(told) == int(words[3]) - 1, errors
+    done = int(words[3]) if ends == "once" else 0
+    assert (bool(status), sum("done" in line for line in out)) == (ends != "once", done), errors
 
 
 def test_a_dead_scheduler_ends_the_job() -> None:

@@ -155,7 +155,8 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
         (packed(4, 1, msgpack.ExtType(5, b"code")), "invalid field: .*answered"),
         (packed(4, 1, msgpack.Timestamp(1)), "invalid field: .*answered"),
         (packed(1, b"\xff", 0, 0, 0, 0, 0, 0, False), "invalid field: .*role"),
-        (packed(10, "x")[:-2] + b"\xa1\xff", "not msgpack"),  # no UTF-8
+        (packed(10, "", "x", False)[:-3] + b"\xa1\xff\xc2", "not msgpack"),  # no UTF-8
+        (packed(10, "", "x", False)[:-3] + b"\xdb\xff\xff\xff\xffx\xc2", "not msgpack"),
         (b"\x91" * 5000, "not a list"),
         (b"\xdd\xff\xff\xff\xff", "not a list"),
         (packed(22, 1, [[0, "$[99]", [1], 1, b"a", 0, True]], None), r"invalid field: .*'\$\[99\]' - at `shards"),
@@ -170,7 +171,7 @@ def test_truncated_and_invalid_messages_are_refused() -> None:
     with pytest.raises(
         ProtocolError, match=f"received Leave of {most + 1} bytes; expected at most {protocol.MAX_HEADER}"
     ):
-        protocol.unpack(packed(10, "x")[:-2].ljust(most + 1))
+        protocol.unpack(packed(10, "", "x", False).ljust(most + 1))
 
 
 def test_a_header_of_lists_is_refused_before_they_take_memory() -> None:

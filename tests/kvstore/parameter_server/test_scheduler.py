@@ -283,6 +283,37 @@ def reconnect(client: RawClient) -> None:
         pass
 
 
+OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory"
+
+
+@pytest.mark.parametrize(
+    ("leave", "text"),
+    [
+        (Leave(), "worker 1 has left the job"),
+        (Leave("", OUT_OF_MEMORY), f"worker 1 ended with an error: {OUT_OF_MEMORY}"),
+        (Leave("", OUT_OF_MEMORY, remains=True), f"worker 1 ended with an error: {OUT_OF_MEMORY}"),
+        (Leave("cannot talk", OUT_OF_MEMORY), "worker 1 cannot talk"),
+    ],
+    ids=["in order", "by an error", "by an error and its place is kept", "for a reason of the others"],
+)
+def test_others_get_the_error_that_has_ended_a_worker(leave: Leave, text: str) -> None:
+    with Job(3) as job, RawClient(job.address, b"ends") as client, RawClient(job.address, b"late") as late:
+        client.send(elsewhere(1))
+        late.send(here(2))
+        zero = job.member(0)
+        assert isinstance(late.receive()[0], Registered)
+        waiting = job.later(lambda: zero.exchange(b"", "barrier"))
+        assert [type(client.request(one)) for one in (Heartbeat(), leave)] == [Registered, JobOver]
+        assert zero.gone == {} or not leave.remains
+        client.close()
+        with pytest.raises(DeadNodeError, match=re.escape(f"{text} (barrier of worker 0)")):
+            waiting.result(LIMIT)
+        reconnect(late)
+        gone = late.receive()[0]
+        assert gone == MemberGone("worker", 1, zero.gone["worker", 1], leave.error)
+        assert isinstance(late.request(Leave()), JobOver)
+
+
 # Invalid messages
 
 
@@ -321,8 +352,11 @@ def test_open_collectives_of_a_worker_are_bounded() -> None:
             flood.send(collective(number, bytes(100)))
         for message in (MemberGone("worker", 0, "x"), Push(1, [], None, None, False, None), JobOver()):
             flood.send(message)
+        for invalid in (Leave("", "x" * 4097), Leave("", remains=2)):  # type: ignore[arg-type]
+            flood.send(invalid)
+        flood.send(protocol.pack(Leave("", "xx")).replace(b"xx", b"\xff\xff"))
         assert isinstance(flood.request(here(1)), Registered)
-        assert job.scheduler.rejected == 1000 - 64 + 3
+        assert job.scheduler.rejected == 1000 - 64 + 3 + 3
         flood.send(collective(1, b""))
         flood.send(Leave())
         with pytest.raises(DeadNodeError, match="worker 1 has left the job"):
