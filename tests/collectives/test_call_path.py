@@ -188,7 +188,7 @@ def _no_memory_on_rank_1(comm: Communicator, transport: str, without_core: bool 
     exchange = Mock(wraps=exchange_over(comm))
     with pytest.MonkeyPatch.context() as patch:
         if without_core:
-            patch.setattr(segments, "has_collectives", comm.rank != 1)
+            patch.setattr(segments, "has_collectives", comm.rank != comm.size - 1)
         elif comm.rank == 1:
             patch.setattr(host_group, "Offer", Mock(side_effect=OSError("no memory")))
         with open_communicator(comm.rank, comm.size, exchange, transport=transport, timeout=60) as other:
@@ -210,6 +210,11 @@ def test_all_ranks_use_sockets_if_one_lacks_the_core() -> None:
     warning = f"ranks communicate through sockets instead of shared memory: rank 1 cannot offer memory: {reason}"
     found = spawn(_no_memory_on_rank_1, 2, "auto", True, transport="ipc", timeout=60)
     assert found == [("ipc", ROUNDS_OF_FALLBACK, [warning])] * 2
+
+
+def test_a_single_rank_that_lacks_the_core_warns_of_nothing() -> None:
+    [(transport, _, warnings)] = spawn(_no_memory_on_rank_1, 1, "auto", True, transport="ipc", timeout=60)
+    assert (transport, warnings) == ("ipc", [])
 
 
 def _with_atomic_words(comm: Communicator) -> list[float]:
