@@ -18,6 +18,7 @@ NEEDED = (
     "expecttest",
     "nvidia-cuda-nvrtc-cu12",
     "tensorboard",
+    "prometheus-client",
     "hypothesis",
     "pytest",
     "pytest-timeout",
