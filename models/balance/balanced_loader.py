@@ -223,8 +223,8 @@ class BalancedLoader:
         else:
             if self._order.of_all_ranks:
                 self._order.rank_lengths = of_orders
-            balance = self._balance
-            self._source = self._sampler_type(self._order, lambda: balance.split, ahead, arrangement)
+            split = partial(getattr, self._balance, "split")  # a call less than by a lambda, in each step
+            self._source = self._sampler_type(self._order, split, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
             self._loader = copy_loader(loader, batch_sampler=self._source, in_order=True)
         self._sized: Any = self._order or self._source  # knows the samples of a global batch

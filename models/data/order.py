@@ -115,11 +115,11 @@ class Order:
             **{f"the sampler's {name}": getattr(self._sampler, name) for name in names if hasattr(self._sampler, name)},
         }
 
-    def batches(self, seed: int, skip: int, *, is_whole: bool = False) -> Iterator[Any]:
+    def batches(self, seed: int, skip: int, *, is_whole: bool = False, as_lists: bool = True) -> Iterator[Any]:
         """Return the global batches of an epoch shuffled by ``seed``, after ``skip`` samples. Collective.
 
-        They are slices of a tensor or range if the whole order is known, else lists. Samples that were drawn before
-        `random` was saved are drawn again from it. With ``is_whole`` the skipped samples are returned too.
+        They are lists; without ``as_lists`` slices of a tensor or range if the whole order is known. Samples that were
+        drawn before `random` was saved are drawn again from it. With ``is_whole`` the skipped ones are returned too.
         """
         lists, skip = self._drawn_lists(skip), 0 if is_whole else skip
         if not self._is_cut:
@@ -129,7 +129,10 @@ class Order:
         if isinstance(indices, Iterator):
             return iter(BatchSampler(islice(indices, skip, None), size, self._drop_last))
         end = len(indices) - (len(indices) - skip) % size * self._drop_last
-        return (indices[begin : begin + size] for begin in range(skip, end, size))
+        slices = map(slice, range(skip, end, size), range(skip + size, end + size, size))
+        batches = map(indices.__getitem__, slices)  # no frame of Python for each
+        as_list: Any = Tensor.tolist if isinstance(indices, Tensor) else list
+        return map(as_list, batches) if as_lists else batches
 
     def _indices(self, seed: int) -> Tensor | range | Iterator[int]:
         sampler: Any = self._sampler

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from gangline.kvstore.workload import split_within
@@ -131,9 +130,8 @@ class ShareSampler(Sampler[Any]):
     def _global_batches(self, seed: int, skip: int) -> Iterator[Samples | Update | None]:
         arrangement = self._arrangement
         joins = arrangement is not None and arrangement.joins
-        batches = self._order.batches(seed, skip, is_whole=joins)
-        if arrangement is not None or self._repeats:
-            batches = (each.tolist() if isinstance(each, Tensor) else [*each] for each in batches)
+        as_lists = arrangement is not None or self._repeats
+        batches = self._order.batches(seed, skip, is_whole=joins, as_lists=as_lists)
         return batches if arrangement is None or not joins else arrangement.batches(batches, seed, skip)
 
     def read_ahead(self) -> None:

@@ -131,6 +131,6 @@ def test_wrong_options_are_errors_of_the_callback() -> None:
     from gangline.integrations.lightning import Balance
 
     assert message(lambda: Balance(load=[3, 1])).startswith(
-        "TypeError: Balance() has no option 'load'; expected loads, global_batch, count, loss_reduction, memory, stream"
+        "TypeError: Balance() has no option 'load'; expected loads, global_batch, count, loss_reduction, max_share,"
     )
     assert message(lambda: Balance(max_share=16)).startswith("TypeError: max_share is 16; expected a maximum")

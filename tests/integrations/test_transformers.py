@@ -150,8 +150,8 @@ def refusals(folder: str, is_alone: bool) -> list[str]:
 
 OPTIONS = [
     "TypeError: balance() of a Trainer has no option 'count' (what a loss counts is known from the labels); expected "
-    "loads, memory, stream, group",
-    "TypeError: balance() of a Trainer has no option 'load'; expected loads, memory",
+    "loads, max_share, stream, group",
+    "TypeError: balance() of a Trainer has no option 'load'; expected loads, max_share",
     "ValueError: stream is 'both'; expected 'sharded', 'replicated' or None",
     "TypeError: group is 'world'; expected a process group",
     "TypeError: max_share is 16; expected a maximum for each rank",

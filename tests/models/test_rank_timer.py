@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gangline import Communicator, DistributedOptimizer, create, spawn
 from gangline.kvstore.allreduce.store import AllReduceStore, CopyResult
-from gangline.kvstore.reducer.waits import waiting_for_ranks
+from gangline.kvstore.reducer.waits import timers, waiting_for_ranks
 from gangline.models.balance.balanced_loader import _timed
 from gangline.models.rank_timer import RankTimer, inner_module
 
@@ -42,6 +42,16 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def removed_hooks() -> Iterator[None]:
+    """Remove the hooks of a test's timers, of which those on optimizers are global."""
+    before = set(timers)
+    yield
+    for timer in set(timers) - before:
+        for hook in cast(RankTimer, timer).hooks:
+            hook.remove()
 
 
 @pytest.fixture
