@@ -26,7 +26,7 @@ Params = Mapping[str, torch.Tensor]
 
 
 class ModuleState(TrainingStep):
-    """What a module reads, writes, saves and restores: parameters, buffers, optimizer, position."""
+    """Reads, writes, saves and restores parameters, buffers, optimizer state and position of a module."""
 
     _options: StoreOptions
     _params_set = False

@@ -31,7 +31,7 @@ CHANGES = {
         "kv = init_kv()\n        kv, threshold": "kv = set_optimizer(opt.multiprecision)\n        kv, threshold",
     },
 }
-"""What changes in MXNet's nightly scripts: contexts, a division of Python 2, and the optimizer that --type all sets."""
+"""Changes in MXNet's nightly scripts: contexts, a division of Python 2, and the optimizer that --type all sets."""
 
 Outcomes = dict[str, str]
 """Outcomes of tests by their names: passed, skipped, failed, not run (the process ended), left out, or as gloo."""
