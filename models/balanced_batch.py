@@ -66,6 +66,14 @@ class BalancedBatch:
             return rows
         return rows[torch.as_tensor(np.concatenate(self.places), device=rows.device).argsort()]
 
+    def summed(self, loss: float | Tensor, rank: int, is_sum: bool) -> float:
+        """Return the sum over what a rank's share counts of its loss, a mean or, with ``is_sum``, a sum over it."""
+        if (number := torch.as_tensor(loss)).numel() != 1:
+            raise ValueError(f"mean() got a tensor of shape {tuple(number.shape)}; expected one number")
+        if not self.samples or not self.counted[rank]:  # it is a mean over nothing
+            return 0.0
+        return float(number.detach()) * (1.0 if is_sum else self.counted[rank])
+
 
 _NO_BATCH = BalancedBatch()
 evaluated: list[BalancedBatch] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,19 @@ class RankTimer:
         """Count time again."""
         if self._since is None:
             self._since = mark(self._device)
+
+    def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of a loader; the time of loading counts."""
+        batches = iter(loader)
+        while True:
+            self.resume()
+            try:
+                batch = next(batches, self)
+            finally:
+                self.pause()
+            if batch is self:
+                return
+            yield batch
 
     def take(self) -> ElapsedTime | None:
         """Return the time since the last call; None if the step was left before its end."""

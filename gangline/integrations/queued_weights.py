@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gangline.models.balance.balanced_loader import BalancedLoader, checked_loads
+from gangline.models.balance.balanced_loader import BalancedLoader
+from gangline.models.balance.loader_arguments import checked_loads
 from gangline.models.balance.rank_balance import checked_caps
 from gangline.models.balanced_batch import BalancedBatch
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,27 +18,25 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from gangline.kvstore.freed_memory import keep_freed_memory
 from gangline.kvstore.group.worker_group import check_same
 from gangline.kvstore.reducer.waits import waiting_for_ranks
-from gangline.kvstore.replica_check import ReplicaCheck, check_interval
-from gangline.kvstore.workload import check_work_load_list
+from gangline.kvstore.replica_check import ReplicaCheck
 from gangline.models.balance.gradient_weights import (
     GradientWeights,
-    check_not_balanced,
     has_collectives,
     reduction_of,
     replicated,
 )
-from gangline.models.balance.iterable_batches import IterableBatches, Stream, check_stream
+from gangline.models.balance.iterable_batches import IterableBatches, Stream
+from gangline.models.balance.loader_arguments import agreed_arguments, checked_networks
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction
 from gangline.models.balance.micro_batches import MicroBatches
+from gangline.models.balance.process_end import loader_of_iteration, open_locksteps
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
-from gangline.models.batchnorm.distributed_batchnorm import smallest_share, warn_of_batchnorm
-from gangline.models.data.accelerate_loaders import accumulated_steps, read_unequal, unprepared
-from gangline.models.data.lengths import Arrangement, arrangement_of
-from gangline.models.data.loaders import copy_loader, own_iteration, sampler_of, settings_of
-from gangline.models.data.order import Order, check_global_batch
-from gangline.models.data.same_data import check_same_data, describe_data
+from gangline.models.batchnorm.distributed_batchnorm import warn_of_batchnorm
+from gangline.models.data.accelerate_loaders import read_unequal
+from gangline.models.data.loaders import copy_loader, sampler_of
+from gangline.models.data.order import check_global_batch
 from gangline.models.data.shares import ShareSampler
 from gangline.models.ignored_labels import LabelWatch
 from gangline.models.rank_timer import RankTimer
@@ -122,89 +118,41 @@ class BalancedLoader:
             ValueError: if an argument is invalid, or the loader cannot be split.
             MismatchError: on all ranks, if their loaders or arguments differ.
         """
-        networks = _checked_networks(model, loader)
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                f"group is {group!r}; expected a process group of torch.distributed with this rank, such as "
-                "mesh.get_group('dp'), or None for the ranks of the network's wrapper"
-            )
+        networks = checked_networks(model, loader)
         self._exchange = self._shared_exchange or RankExchange(group_of(networks, group))
-        size, rank = self._exchange.size, self._exchange.rank
         self._networks, self._loss_reduction, self._count = networks, loss_reduction, count
-        self._order: Order | None = None  # of a map-style data set
-        self._arrangement: Arrangement | None = None
-        self._caps: list[int | None] | None = None  # those given by the user
-        self._user_loader, self._outer = loader, cast(Any, None)  # accelerate's loader
-        minimum, is_weighted = smallest_share(*networks), loss_reduction != "normalized"
-
-        def check() -> tuple[dict[str, Any], int, int | None, dict[str, Any]]:
-            """Check the arguments; return settings that must be equal on all ranks, prefetched batches, steps, data."""
-            if loss_reduction not in ("mean", "sum", "normalized"):
-                raise ValueError(f"loss_reduction is {loss_reduction!r}; expected 'mean', 'sum' or 'normalized'")
-            given = checked_loads(loads, size)
-            if is_weighted:
-                check_not_balanced(networks)
-            plain, samples = loader, global_batch
-            if (prepared := unprepared(loader)) is not None:
-                plain, samples = prepared.loader, global_batch or prepared.global_batch
-                self._user_loader, self._outer = plain, loader
-            if stream is None and own_iteration(plain) is None and not isinstance(plain.dataset, IterableDataset):
-                self._order = Order(plain, self._exchange, samples)
-                total = self._order.size
-            else:
-                total = check_stream(plain, stream, samples, size)
-            if max_share is not None and max_share != "auto":
-                self._caps = checked_caps(max_share, size, total if lengths is None else 0)
-            has_means = count is not None and loss_reduction == "mean"
-            together = accumulate
-            if together is None:
-                is_kept = self._outer is None or lengths is None or stream == "sharded" or has_means
-                together = 1 if is_kept else accumulated_steps()
-            elif together != 1 and lengths is None and is_weighted and not has_means:
-                raise ValueError(
-                    f"accumulate is {accumulate}; expected lengths, by which the samples of an update are sorted, or "
-                    "count of a mean, which is then over all batches of an update; else accumulate=1"
-                )
-            self._arrangement = arrangement_of(
-                lengths, plain, stream, padding, together, pool, budget, by_parts=not is_weighted
-            )
-            settings = {
-                **settings_of(plain),
-                "the global batch": total,
-                "stream": stream,
-                "loads": given if loads != "auto" else "auto",
-                "loss_reduction": loss_reduction,
-                "max_share": self._caps or max_share,
-                "count": "given" if count is not None else "samples",
-                "the smallest share": minimum,
-                "lengths": None if self._arrangement is None else self._arrangement.lengths.checksum,
-                "padding": padding,
-                "accumulate": together,
-                "pool": pool,
-                "budget": budget,
-                "GANGLINE_REPLICA_CHECK": check_interval(),
-                **(self._order.settings if self._order is not None else {}),
-            }
-            data = {} if self._order is None else describe_data(plain)
-            drawn_ahead = getattr(plain, "num_workers", 0) * (getattr(plain, "prefetch_factor", None) or 0)
-            return settings, drawn_ahead, getattr(self._order, "length", None), data
-
-        settings, aheads, of_orders, data = zip(*self._exchange.all_gather_results(check, "balance()"), strict=True)
-        check_same(settings, "balance")
-        check_same_data(data)
+        is_weighted = loss_reduction != "normalized"
+        arguments = agreed_arguments(
+            self._exchange,
+            networks,
+            loader,
+            loads=loads,
+            global_batch=global_batch,
+            count=count,
+            loss_reduction=loss_reduction,
+            max_share=max_share,
+            stream=stream,
+            lengths=lengths,
+            padding=padding,
+            accumulate=accumulate,
+            pool=pool,
+            budget=budget,
+        )
+        self._order, self._arrangement, self._caps = arguments.order, arguments.arrangement, arguments.caps
+        self._accumulate, total, minimum = arguments.accumulate, arguments.global_batch, arguments.minimum
+        self._user_loader = loader = arguments.loader
+        self._outer: Any = arguments.prepared  # accelerate's loader
+        arrangement, ahead = self._arrangement, arguments.drawn_ahead + self._accumulate - 1  # read, not yet trained
         devices = [parameter.device for network in networks for parameter in network.parameters()]
         if torch.device("cpu") in devices:
             keep_freed_memory()
-        loader, arrangement = self._user_loader, self._arrangement
-        total, self._accumulate = (int(settings[0][name]) for name in ("the global batch", "accumulate"))
-        ahead = max(aheads) + self._accumulate - 1  # batches that are read before they are trained
         self._trained = BatchesOfNetworks(networks, may_read_ahead=is_weighted and self._trains_as_read)
         timer = self._timer_type(networks) if loads == "auto" else None
         if timer is not None:
             self._trained.hooks += timer.hooks
         self._balance = RankBalance(
-            rank,
-            checked_loads(loads, size),
+            self._exchange.rank,
+            arguments.loads,
             timer,
             horizon=ahead + 1 + (self._outer is not None),  # accelerate reads one more
             device=devices[0] if devices and max_share == "auto" else None,
@@ -221,8 +169,6 @@ class BalancedLoader:
                 sampler = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
                 self._loader = copy_loader(loader, collate_fn=list, **sizes, **sampler)
         else:
-            if self._order.of_all_ranks:
-                self._order.rank_lengths = of_orders
             split = partial(getattr, self._balance, "split")  # a call less than by a lambda, in each step
             self._source = self._sampler_type(self._order, split, ahead, arrangement)
             # Out of order, batches would not match their shares, nor the other ranks' batches.
@@ -249,7 +195,7 @@ class BalancedLoader:
             has_collectives=has_collectives(networks),
         )
         if self._shared_exchange is None:
-            _open.add(self._lockstep)
+            open_locksteps.add(self._lockstep)
         self._update: list[BalancedBatch] = []  # its batches that were trained
         self._is_ramped = False  # global_batch was set
         self._cuts_anew = False  # the rest of the epoch, because global_batch was set
@@ -346,7 +292,7 @@ class BalancedLoader:
         A break or an error in the loop ends the epoch on all ranks, after the same batch. The next one shuffles anew.
         """
         iteration = self._batches()
-        _iterations[iteration] = self
+        loader_of_iteration[iteration] = self
         return iteration
 
     def _batches(self) -> Generator[Any, None, None]:
@@ -519,13 +465,8 @@ class BalancedLoader:
                     f"mean() got {len(given)} losses, and this update has trained {len(self._update)} batches; "
                     "expected the loss of the current batch, or a list of those of the update's last batches"
                 )
-            summed = 0.0
-            for loss, batch in zip(map(torch.as_tensor, given), batches, strict=True):
-                if loss.numel() != 1:
-                    raise ValueError(f"mean() got a tensor of shape {tuple(loss.shape)}; expected one number")
-                if batch.samples and batch.counted[rank]:  # else it is a mean over nothing
-                    summed += float(loss.detach()) * (1.0 if self._loss_reduction == "sum" else batch.counted[rank])
-            return summed, len(given)
+            is_sum = self._loss_reduction == "sum"
+            return sum(batch.summed(loss, rank, is_sum) for loss, batch in zip(given, batches, strict=True)), len(given)
 
         with waiting_for_ranks():
             sums = self._exchange.all_gather_results(own_sum, "mean() of losses")
@@ -620,64 +561,12 @@ class BalancedLoader:
         self._is_closed = True
         self._lockstep.leave()
         self._exchange.wait(EXIT_SECONDS)
-        _open.discard(self._lockstep)
+        open_locksteps.discard(self._lockstep)
         self._restore()
         self._balance.drop_time()
         self._trained.close()
         if self._shared_exchange is None:
             self._exchange.close()
-
-
-def _checked_networks(model: Any, loader: Any) -> list[nn.Module]:
-    """Return the networks that the loop trains; the last one holds parameters of no network."""
-    networks: list[nn.Module] = []
-    parameters, left = nn.ParameterList(), [model]
-    while left:
-        given = left.pop(0)
-        if isinstance(given, nn.Module):
-            networks.append(given)
-        elif isinstance(given, nn.Parameter):
-            parameters.append(given)
-        elif (given is model and isinstance(model, Iterable)) or isinstance(given, list | tuple | Iterator):
-            left[:0] = given
-        else:
-            swapped = ": write balance(model, loader)" if isinstance(loader, nn.Module) else ""
-            raise TypeError(
-                f"the first argument of balance() is a {type(model).__name__}; expected the network that the loop "
-                f"trains, or a list of its networks and of parameters of no network{swapped}"
-            )
-    return [*networks, parameters] if len(parameters) else networks
-
-
-_open: weakref.WeakSet[Lockstep] = weakref.WeakSet()  # of loaders that are not closed
-_iterations: weakref.WeakKeyDictionary[Any, BalancedLoader] = weakref.WeakKeyDictionary()
-"""Those of each loader, which they keep, with its hooks: a loop may read the end before its last backward."""
-
-
-@atexit.register
-def _end_all() -> None:
-    """Signal the other ranks that an error ends this process, and end iterations that a program has left open."""
-    error = getattr(sys, "last_value", None)
-    if error is not None and dist.is_initialized():
-        for lockstep in list(_open):
-            lockstep.fail(error)
-    for iteration in list(_iterations):  # later, Python has taken away what they call
-        with suppress(ValueError):  # it runs in another thread, or its process group was destroyed
-            iteration.close()
-
-
-def _timed(loader: Iterable[Any], timer: RankTimer) -> Iterator[Any]:
-    """Yield the batches of a loader; the time of loading counts for this rank's steps."""
-    batches = iter(loader)
-    while True:
-        timer.resume()
-        try:
-            batch = next(batches, timer)
-        finally:
-            timer.pause()
-        if batch is timer:
-            return
-        yield batch
 
 
 class _Steps:
@@ -692,7 +581,7 @@ class _Steps:
         owner = self._owner
         timer = owner._balance.timer
         source = owner._source
-        loader: Iterable[Any] = owner._loader if timer is None else _timed(owner._loader, timer)
+        loader: Iterable[Any] = owner._loader if timer is None else timer.timed(owner._loader)
         assert owner._seed is not None
         owner._outer.remainder = 0  # accelerate's gather_for_metrics has no repeated samples to cut off
         shares = source.shares(loader, owner._seed + owner.epoch, owner._consumed)
@@ -707,15 +596,3 @@ class _Steps:
         if name.startswith("__") or "_owner" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._owner._loader, name)
-
-
-def checked_loads(loads: Sequence[float] | Literal["auto"], size: int) -> list[float]:
-    """Return the loads of all ranks; ValueError if one is no number above 0."""
-    if isinstance(loads, str) and loads == "auto":
-        return [1.0] * size
-    with suppress(TypeError, ValueError):
-        if all(checked := check_work_load_list(loads, size)):
-            return checked
-    raise ValueError(
-        f"loads is {loads!r}; expected a number above 0 for each of {size} ranks, such as [3, 1], or 'auto'"
-    )

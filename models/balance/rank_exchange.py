@@ -150,6 +150,11 @@ def group_of(networks: Sequence[Module], group: dist.ProcessGroup | None) -> dis
 
     These are ``group``, or the group of DistributedDataParallel or FSDP1, or the mesh of FSDP2.
     """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is {group!r}; expected a process group of torch.distributed with this rank, such as "
+            "mesh.get_group('dp'), or None for the ranks of the network's wrapper"
+        )
     wrappers = (DistributedDataParallel, FullyShardedDataParallel)
     groups: list[Any] = [
         network.process_group

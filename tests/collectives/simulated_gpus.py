@@ -65,7 +65,7 @@ _FOR_THE_HOST = {aten._local_scalar_dense.default, aten.equal.default}
 _AT_ONCE |= {aten.select.int, aten.slice.Tensor, aten.transpose.int, aten.unbind.int, aten.alias.default}
 
 for _name in torch._C._dispatch_get_all_op_names():
-    if _name.startswith("aten::_foreach_"):  # torch 2.13 frees an operation that two threads look up first at once
+    if _name.startswith("aten::"):  # torch 2.13 frees an operation that two threads look up first at once
         _packet, _, _overload = _name.removeprefix("aten::").partition(".")
         getattr(getattr(aten, _packet), _overload or "default")
 

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from gangline import Communicator, DistributedOptimizer, create, spawn
 from gangline.kvstore.allreduce.store import AllReduceStore, CopyResult
 from gangline.kvstore.reducer.waits import timers, waiting_for_ranks
-from gangline.models.balance.balanced_loader import _timed
 from gangline.models.rank_timer import RankTimer, inner_module
 
 X = torch.ones(2, 3)
@@ -299,7 +298,7 @@ def test_a_batch_that_cannot_be_read_pauses_the_timer() -> None:
         raise OSError("unreadable")
 
     timer = RankTimer([nn.Linear(1, 1)])
-    batches = _timed(broken(), timer)
+    batches = timer.timed(broken())
     assert next(batches) == 1
     with pytest.raises(OSError, match="unreadable"):
         next(batches)
