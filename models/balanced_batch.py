@@ -68,11 +68,12 @@ class BalancedBatch:
 
     def summed(self, loss: float | Tensor, rank: int, is_sum: bool) -> float:
         """Return the sum over what a rank's share counts of its loss, a mean or, with ``is_sum``, a sum over it."""
-        if (number := torch.as_tensor(loss)).numel() != 1:
-            raise ValueError(f"mean() got a tensor of shape {tuple(number.shape)}; expected one number")
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(f"mean() got a tensor of shape {tuple(loss.shape)}; expected one number")
         if not self.samples or not self.counted[rank]:  # it is a mean over nothing
             return 0.0
-        return float(number.detach()) * (1.0 if is_sum else self.counted[rank])
+        number = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        return number * (1.0 if is_sum else self.counted[rank])
 
 
 _NO_BATCH = BalancedBatch()

@@ -168,9 +168,9 @@ class Order:
 
         def read() -> tuple[list[Any] | Tensor, list[int]]:
             nonlocal skip
-            is_repeated = states and skip > 0  # as before the run was resumed; the loop's own draws are not
+            is_repeated = skip > 0  # as before the run was resumed; the loop's own draws are not
             with host_states_kept() if is_repeated else nullcontext():
-                if is_repeated:
+                if is_repeated and states:  # only ranks that draw for others have saved them
                     set_host_states(states, self._generator)
                 lists = [list(each) for each in islice(own, count)]
                 states.update(host_states(self._generator) if is_repeated else {})

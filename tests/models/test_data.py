@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from gangline.models.data import sources
 from gangline.models.data.batches import as_batch, concat
 from gangline.models.data.datasets import digits, raw_digits, synthetic
 from gangline.models.data.sources import Source, source
+from gangline.models.elastic_workers import ElasticWorkers
+from gangline.models.workers import Workers
 
 SAMPLES = 10
 Items = list[tuple[Any, Any]]
@@ -312,6 +314,28 @@ def test_skipping_gives_exactly_the_rest_of_the_epoch(kind: str) -> None:
         rest = batches.epoch(1, skip, lambda called=called: called.append(1))
         assert labels_of(rest) == whole[skip:]
         assert called == [1] or not skip
+
+
+class Changing(ElasticWorkers):
+    """Worker of an elastic job whose store gives it these parts of the batches; then it has left."""
+
+    def __init__(self, parts: Sequence[slice]) -> None:
+        Workers.__init__(self)
+        self.parts = parts
+
+    def share_of(self, position: int, samples: int) -> slice | None:
+        assert samples == min(3, SAMPLES - position * 3)
+        return self.parts[position] if position < len(self.parts) else None
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_a_worker_whose_parts_change_has_exactly_these_of_each_batch(kind: str) -> None:
+    whole = labels_of(SKIPPING[kind]().epoch(0))
+    parts = [slice(0, 1), slice(0, 1), slice(1, 3), slice(1, 1)]
+    for skip, left_at in itertools.product(range(len(parts)), (3, 4)):
+        items = [*SKIPPING[kind]().parts(Changing(parts[:left_at]), 0, skip)]
+        found = [[] if item is None else labels_of(iter([item]))[0] for item in items]
+        assert found == [batch[part] for batch, part in zip(whole, parts, strict=True)][skip:left_at]
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader"])

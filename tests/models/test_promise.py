@@ -169,7 +169,6 @@ ON_SERVERS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ON_SERVERS)
 def test_workers_with_servers_train_as_one_plain_loop(case: Case) -> None:
     first, second = run_job(on_servers, 2, 2, case)

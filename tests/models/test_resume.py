@@ -169,10 +169,9 @@ JOBS = {
     "loader-workers": Job("loader-workers", [2, 1, 0], "adam", cuts=(7,)),
     "loader-own-sampler": Job("loader-own-sampler", cuts=(5,)),
 }  # fmt: skip
-FAST = ("accumulated", "2bit", "loader-own-sampler")
 
 
-@pytest.mark.parametrize("job", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in JOBS])
+@pytest.mark.parametrize("job", JOBS)
 def test_a_run_cut_off_after_any_batch_resumes_to_the_same_bits(tmp_path: Path, job: str) -> None:
     JOBS[job].check(tmp_path)
 
@@ -182,7 +181,6 @@ def checked_by_a_worker(comm: Communicator, folder: str) -> None:
         Job(data, [1], "adam", cuts=(3, 4, 8)).check(Path(folder, data), lambda: create("allreduce", communicator=comm))
 
 
-@pytest.mark.slow
 def test_a_job_that_was_cut_off_resumes_to_the_same_bits_on_all_workers(tmp_path: Path) -> None:
     spawn(checked_by_a_worker, 2, str(tmp_path))
     written = json.loads((tmp_path / "loader" / "whole" / "net-0003" / "checkpoint.json").read_text())
@@ -431,7 +429,6 @@ CHAINS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kinds", CHAINS, ids=", ".join)
 def test_each_sample_of_an_epoch_is_trained_on_once(tmp_path: Path, kinds: list[str], accumulate: int) -> None:

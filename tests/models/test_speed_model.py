@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gangline.kvstore.workload import split_batch, split_within
 from gangline.models.balance import speed_model
-from gangline.models.balance.rank_balance import RankBalance, samples_that_fit
+from gangline.models.balance.rank_balance import Measured, RankBalance, samples_that_fit
 from gangline.models.balance.speed_model import SpeedModel
 from gangline.models.data.shares import cut_by_cost, ranks_by_speed
 from gangline.models.elapsed_time import ElapsedTime
@@ -308,6 +308,34 @@ class Timed:
 
     def close(self) -> None:
         pass
+
+
+def test_measured_limits_of_memory_lower_the_caps_of_the_user_and_end() -> None:
+    timer: Any = Timed()
+    balance = RankBalance(0, [1, 1], timer, caps=[40, 48])
+    balance.receive(0, [Measured(limit=50.0), Measured(limit=30.0)], 64)
+    assert balance.split.caps == [40, 30]
+    balance.receive(1, [Measured(), Measured()], 64)
+    assert balance.split.caps == [40, 48]
+
+
+def test_times_of_batches_that_were_read_before_a_change_do_not_count() -> None:
+    timer: Any = Timed()
+    balance, batch = RankBalance(0, [1, 1], timer, horizon=8), 0
+
+    def receive(batches: int, *per_sample: float) -> None:
+        nonlocal batch
+        for batch in range(batch + 1, batch + 1 + batches):
+            rows = [Measured(n * seconds, n) for n, seconds in zip(balance.split.counts(64), per_sample, strict=True)]
+            balance.receive(batch, rows, 64)
+
+    receive(speed_model.WINDOW, 0.01, 0.03)
+    assert balance.split.counts(64) == [48, 16]
+    receive(9, 0.09, 0.01)  # of equal shares that were read ahead
+    receive(speed_model.WINDOW, 0.01, 0.03)
+    assert balance.split.counts(64) == [48, 16]
+    receive(speed_model.WINDOW, 0.03, 0.01)
+    assert balance.split.counts(64) == [16, 48]
 
 
 @pytest.mark.parametrize(("follows", "lines"), [("samples", 1), ("cost", 0), ("neither", 0)])

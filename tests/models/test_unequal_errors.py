@@ -267,7 +267,6 @@ def tensor_parallel(comm: Communicator, path: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_ranks_that_share_layers_get_the_same_batches(tmp_path: Path) -> None:
     spawn(tensor_parallel, 4, str(tmp_path / "store"), threads=1)
 

@@ -201,7 +201,6 @@ def workers(comm: Communicator, path: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cases", [own_samplers, samplers_of_ranks, workers])
 def test_map_style(cases: Callable[..., None], tmp_path: Path) -> None:
     spawn(cases, 2, str(tmp_path / "store"), threads=1)
@@ -326,6 +325,5 @@ def streams(comm: Communicator, path: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_streams(tmp_path: Path) -> None:
     spawn(streams, 2, str(tmp_path / "store"), threads=1)

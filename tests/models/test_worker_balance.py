@@ -188,7 +188,6 @@ def beside_a_snail(comm: Communicator) -> tuple[dict[str, Any], list[int]]:
         return in_a_job(comm, ([5e-4], [4e-2]), epochs=8), exchanged
 
 
-@pytest.mark.slow
 def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle_after_a_short_trial() -> None:
     found, exchanges = zip(*spawn(beside_a_snail, 2), strict=True)
     check_samples(found, 8)
@@ -200,7 +199,6 @@ def test_a_worker_on_which_one_sample_would_delay_the_others_is_left_idle_after_
     assert distance(found[1]["params"], alone(8)) <= 1e-11
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
 def test_workers_with_servers_are_balanced_too(store: str) -> None:
     found = run_job(on_servers, 2, 1, store, UNEQUAL)
@@ -330,8 +328,7 @@ def checkpointed(comm: Communicator, prefix: str, epochs: int, resumes: bool, st
         return in_a_job(comm, seconds, epochs=epochs, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stop_at", [None, 2])
+@pytest.mark.parametrize("stop_at", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_checkpoint_holds_the_loads_and_resumes_with_any_number_of_workers(
     tmp_path: Path, stop_at: int | None
 ) -> None:

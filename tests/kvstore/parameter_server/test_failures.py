@@ -191,7 +191,8 @@ def test_a_worker_that_leaves_is_named(how: str) -> None:
 
 
 ENDS = """\
-import os, sys, torch, gangline
+import os, signal, sys, torch, gangline
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the launcher, which may stop a worker before it has raised
 ends, victim, call = sys.argv[1:]
 is_first = not (os.environ.get("GANGLINE_INCARNATION", "0") + os.environ.get("GANGLINE_RESTART", "0")).strip("0")
 kv = gangline.create("dist_sync" if int(os.environ["DMLC_NUM_SERVER"]) else "allreduce")
