@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
@@ -321,17 +322,17 @@ def test_measured_limits_of_memory_lower_the_caps_of_the_user_and_end() -> None:
 
 def test_times_of_batches_that_were_read_before_a_change_do_not_count() -> None:
     timer: Any = Timed()
-    balance, batch = RankBalance(0, [1, 1], timer, horizon=8), 0
+    balance, numbers = RankBalance(0, [1, 1], timer, horizon=8), itertools.count(1)
 
     def receive(batches: int, *per_sample: float) -> None:
-        nonlocal batch
-        for batch in range(batch + 1, batch + 1 + batches):
+        for _ in range(batches):
             rows = [Measured(n * seconds, n) for n, seconds in zip(balance.split.counts(64), per_sample, strict=True)]
-            balance.receive(batch, rows, 64)
+            balance.receive(next(numbers), rows, 64)
 
     receive(speed_model.WINDOW, 0.01, 0.03)
     assert balance.split.counts(64) == [48, 16]
     receive(9, 0.09, 0.01)  # of equal shares that were read ahead
+    assert balance.split.counts(64) == [48, 16]
     receive(speed_model.WINDOW, 0.01, 0.03)
     assert balance.split.counts(64) == [48, 16]
     receive(speed_model.WINDOW, 0.03, 0.01)

@@ -47,6 +47,13 @@ def own_samplers(comm: Communicator, path: str) -> None:
     assert len(loader) == 4
     assert epoch_of(loader) == cut(everything, 8)[:4]
 
+    with pytest.raises(ValueError, match="together 6 samples; expected the global batch of 8"):
+        balanced(DataLoader(data, batch_size=4), max_share=[3, 3])
+    limited = balanced(
+        DataLoader(data, batch_size=4), max_share=[3, 3], lengths=[0.5] * 37
+    )  # of length, not of samples
+    assert sorted(flat(epoch_of(limited))) == everything
+
     loader = balanced(DataLoader(data, batch_size=4), global_batch=10)
     assert (len(loader), loader.global_batch) == (4, 10)
     assert epoch_of(loader) == cut(everything, 10)
@@ -302,6 +309,14 @@ def streams(comm: Communicator, path: str) -> None:
         assert batch["a"].tolist() == batch["b"].second.tolist() == [int(text) for text in batch["d"]]
         parts.append(batch["a"][: loader.samples].tolist())
     assert [n for of_rank in zip(*gathered(parts), strict=True) for n in flat(list(of_rank))] == list(range(25))
+
+    # An epoch that was left goes on behind the samples that were trained, also in the middle of a batch.
+    numbers = DataLoader(Stream(range(26), lambda number: torch.tensor([number])), batch_size=4)
+    first = balanced(numbers, stream="replicated", global_batch=6)
+    assert epoch_of(first, 2) == cut(range(26), 6)[:2]
+    again = balanced(numbers, stream="replicated", global_batch=6)
+    again.load_state_dict(first.state_dict())
+    assert epoch_of(again) == cut(range(26), 6)[2:]
 
     # Batches with as many parts as samples.
     for size in (1, 2, 3):
