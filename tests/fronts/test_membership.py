@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from gangline import Module
 from gangline.kvstore import create
 from gangline.kvstore.parameter_server.store import DistStore
+from gangline.models.loop.callbacks import BatchEndParam
 from tests.fronts.fronts import FRONTS, SITUATIONS, Batch, Options, Place, Plain, Step, batch, play
 from tests.kvstore.parameter_server import test_elastic, test_restarted_servers
 
@@ -73,6 +77,32 @@ def test_a_restarted_worker_goes_on_or_fails_the_job_by_name(front: str, keeps: 
         else:
             assert isinstance(outcome, list), outcome
             assert is_close(outcome), outcome
+
+
+def fitted(kvstore: str = "dist_sync") -> tuple[list[tuple[int, int]], list[float]]:
+    """Return epoch and number of each batch that this worker has trained since its last start, and the weights."""
+    rank, is_first_start = os.environ.get("DMLC_WORKER_ID"), os.environ.get("GANGLINE_INCARNATION") == "0"
+    data = torch.arange(48, device="cpu").reshape(24, 2).double() / 48
+    trained: list[tuple[int, int]] = []
+
+    def follow(param: BatchEndParam) -> None:
+        trained.append((param.epoch, param.nbatch))
+        if is_first_start and (rank, *trained[-1]) == ("1", 1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(0)
+    with create(kvstore) as store, Module(nn.Linear(2, 1).double(), nn.MSELoss()) as module:
+        module.fit((data, data[:, :1]), num_epoch=3, batch_size=8, seed=1, kvstore=store, batch_end_callback=follow)
+        return trained, module.get_params()["weight"].flatten().tolist()
+
+
+def test_a_restarted_worker_goes_on_in_fit_where_it_was_killed(tmp_path: Path) -> None:
+    """Each epoch has 3 batches; worker 1 is killed after the second one of the second epoch."""
+    whole, goes_on = test_restarted_servers.run(tmp_path, ["leave 99"], fitted, victim="worker 1", keeps=True)
+    batches, weights = fitted("local")
+    assert whole == (batches, goes_on[1])
+    assert goes_on[0] == batches[4:]  # it repeats the batch, whose gradient counts once
+    assert goes_on[1] == pytest.approx(weights, abs=1e-12)
 
 
 NOT_ELASTIC = "is not possible in an elastic job; use gangline launch --max-restarts without --elastic"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,50 @@ def test_gathers_of_one_value_for_each_sample_return_the_global_batch(tmp_path: 
             assert own == (batch[:end] if ends[0] else batch[9:])
             assert size == 26
         assert found[-1] == 5
+
+
+def reads_ahead(folder: str) -> dict[str, Any]:
+    """Return what loops see over loaders of accelerate, which have read the next batch when a batch is trained."""
+    del folder
+    from accelerate import Accelerator
+
+    accelerator, found = Accelerator(cpu=True), {}
+    is_slow = accelerator.process_index == 1
+    numbers = TensorDataset(torch.arange(1.0, 193.0).reshape(-1, 1))
+    model, short, long = accelerator.prepare(nn.Linear(1, 1), DataLoader(numbers, 4), DataLoader(numbers, 4))
+    with gangline.balance(model, short, loads=[3, 1]) as loader:
+        found["trained"] = []
+        for (x,) in loader:
+            model(x).mean().backward()
+            found["trained"].append(x[0].item())
+            if is_slow and len(found["trained"]) == 3:
+                loader.stop()
+    accelerator.gradient_accumulation_steps = 2
+    with gangline.balance(model, short, loads=[3, 1], lengths=[1] * 192) as loader:
+        found["ends"] = [loader.ends_update for _ in loader]
+    accelerator.gradient_accumulation_steps = 1
+    found["measured"] = []
+    with gangline.balance(model, long) as loader:
+        balance = loader._balance
+
+        def note(costs: Any, seconds: Any, record: Any = balance._speeds.record) -> bool:
+            found["measured"].append([list(map(int, costs)), balance.split.counts(8)])
+            is_new: bool = record(costs, seconds)
+            return is_new
+
+        balance._speeds.record = note  # type: ignore[method-assign]
+        for (x,) in loader:
+            time.sleep(len(x) * (0.033 if is_slow else 0.011))
+            model(x).mean().backward()
+    return found
+
+
+def test_loops_of_loaders_that_read_one_batch_ahead(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    fast, slow = told(reads_ahead, tmp_path)
+    assert fast["trained"] == [1, 9, 17]  # stop() ends the epoch after the current batch
+    assert slow["trained"] == [7, 15, 23]
+    assert fast["ends"] == slow["ends"] == [False, True] * 12  # accelerate accumulates 2 batches
+    assert len([*groupby(split for _, split in fast["measured"])]) > 1, fast["measured"]
+    for shares, split in fast["measured"]:  # no time of shares that were read before the split changed
+        assert shares == split, fast["measured"]
