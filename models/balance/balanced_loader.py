@@ -29,7 +29,7 @@ from gangline.models.balance.iterable_batches import IterableBatches, Stream
 from gangline.models.balance.loader_arguments import agreed_arguments, checked_networks
 from gangline.models.balance.lockstep import EXIT_SECONDS, Lockstep, LossReduction
 from gangline.models.balance.micro_batches import MicroBatches
-from gangline.models.balance.process_end import loader_of_iteration, open_locksteps
+from gangline.models.balance.process_end import last_error_teller, loader_of_iteration, open_locksteps
 from gangline.models.balance.rank_balance import RankBalance, checked_caps
 from gangline.models.balance.rank_exchange import RankExchange, group_of
 from gangline.models.balanced_batch import BalancedBatch, BatchesOfNetworks
@@ -354,6 +354,7 @@ class BalancedLoader:
                     batches = iter(self._outer)
         finally:
             if self._iterations == iteration:
+                last_error_teller[:] = [self._lockstep.error_teller()]
                 self._lockstep.leave()
         self._end_batch()
         if not self._lockstep.was_left:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from itertools import count, starmap
 from operator import itemgetter
 from typing import Any, Literal
@@ -382,19 +383,16 @@ class Lockstep:
 
     def fail(self, error: BaseException) -> None:
         """Signal the other ranks that an error ends this rank, and tell them which."""
-        cause, batch = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}", self._batch
-        lacks_memory = isinstance(error, _OUT_OF_MEMORY) or "can't allocate memory" in str(error)  # on the host
-        if batch is not None and lacks_memory:
-            caps = [int(batch.total or sum(batch.counts))] * self._exchange.size
-            caps[self._exchange.rank] = max(int(batch.cost) // 2, 1)
-            cause = (
-                f"out of memory with a share of {int(batch.cost)}; limit the share of each rank, as by "
-                f"max_share={caps}, or call loader.skip() where the error is caught"
-            )
-            with log_to_stderr():
-                _log.error("balance: rank %d ended: %s", self._exchange.rank, cause)
-        self._exchange.tell_cause(cause)
+        self.error_teller()(error)
         self.leave(Signal.FAILED)
+
+    def error_teller(self) -> Callable[[BaseException], None]:
+        """Return a function that tells the other ranks which error ends this rank; it does not hold this object."""
+        batch, rank = self._batch, self._exchange.rank
+        share = 0 if batch is None else int(batch.cost)
+        caps = [] if batch is None else [int(batch.total or sum(batch.counts))] * self._exchange.size
+        caps[rank : rank + 1] = [max(share // 2, 1)]
+        return partial(_tell_error, self._exchange.tell_cause, rank, share, caps)
 
     def _causes(self, signals: Sequence[Signal], wanted: Signal) -> str:
         ranks = [rank for rank, signal in enumerate(signals) if signal is wanted]
@@ -448,6 +446,20 @@ class Lockstep:
             "loader.stop() on any rank ends it on all",
             stacklevel=2,
         )
+
+
+def _tell_error(tell: Callable[[str], None], rank: int, share: int, caps: list[int], error: BaseException) -> None:
+    """Tell the cause; after an out-of-memory error in a batch with this share also caps that may prevent it."""
+    cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    lacks_memory = isinstance(error, _OUT_OF_MEMORY) or "can't allocate memory" in str(error)  # on the host
+    if share and lacks_memory:
+        cause = (
+            f"out of memory with a share of {share}; limit the share of each rank, as by max_share={caps}, or call "
+            "loader.skip() where the error is caught"
+        )
+        with log_to_stderr():
+            _log.error("balance: rank %d ended: %s", rank, cause)
+    tell(cause)
 
 
 def _numbers_of(count: Count | None, share: BalancedBatch, data: Any) -> tuple[float, float, float]:

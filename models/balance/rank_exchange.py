@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -48,6 +50,8 @@ class RankExchange(Exchange):
         # gloo hands each message to a thread, which costs milliseconds where a rank has one core.
         self._group = dist.new_group(ranks, backend="gangline", use_local_synchronization=ranks is not None)
         self._store, self._key = dist.distributed_c10d._get_default_store(), f"gangline/ended/{self._group.group_name}"
+        self.tell_cause = partial(_store_cause, self._store, f"{self._key}/{self.rank}")
+        """Store why this rank ends, for `causes` of the other ranks. Not collective; it does not hold the group."""
         self._works: list[dist.Work] = []  # of the last message, if nothing has waited for it
         self.close = weakref.finalize(self, _destroy, self._group, self._works)
         """Destroy the process group; also called when this object is collected, and at the end of the process."""
@@ -118,11 +122,6 @@ class RankExchange(Exchange):
         while not all(work.is_completed() for work in self._works) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def tell_cause(self, cause: str) -> None:
-        """Store why this rank ends, for `causes` of the other ranks. Not collective."""
-        with suppress(RuntimeError):  # the store has ended
-            self._store.set(f"{self._key}/{self.rank}", cause)
-
     def causes(self, ranks: Sequence[int], seconds: float = CAUSE_SECONDS) -> str:
         """Return what these ranks have told, or tell within ``seconds``, after ": "; else "". Not collective."""
         keys = [f"{self._key}/{rank}" for rank in ranks]
@@ -135,6 +134,11 @@ class RankExchange(Exchange):
         rows = np.zeros((self.size, width))
         rows[self.rank, : len(numbers)] = numbers
         return torch.from_numpy(rows)
+
+
+def _store_cause(store: Store, key: str, cause: str) -> None:
+    with suppress(RuntimeError):  # the store has ended
+        store.set(key, cause)
 
 
 def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:

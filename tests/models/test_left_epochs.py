@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from tests.programs import python, torchrun
 
@@ -47,3 +50,39 @@ def test_epochs_that_are_left_early_count_and_leave_nothing(tmp_path: Path) -> N
     (tmp_path / "left.py").write_text(SCRIPT)
     done = python(*torchrun(tmp_path / "left.py"), code=0)
     assert "Traceback" not in done.stderr
+
+
+FAILING = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+import gangline
+
+folder, rank, way = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
+model = DistributedDataParallel(nn.Linear(1, 1))
+data = DataLoader([torch.tensor([float(number)]) for number in range(64)], batch_size=2)
+
+loader = gangline.balance(model, data) if way == "named" else None
+for number, batch in enumerate(loader or gangline.balance(model, data)):
+    if rank == "1" and number == 3:
+        raise ValueError("label 7 is out of range")
+    model(batch).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("way", ["named", "unnamed"])
+def test_the_other_ranks_name_the_error_that_ended_a_loop(way: str, tmp_path: Path) -> None:
+    """Also of a loader to which the program has no reference, so that it is gone when the process ends."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    with ThreadPoolExecutor() as threads:
+        ranks = [threads.submit(python, tmp_path / "failing.py", tmp_path, rank, way, code=1) for rank in range(2)]
+    first, second = (rank.result().stderr.strip().splitlines()[-1] for rank in ranks)
+    assert second == "[rank1]: ValueError: label 7 is out of range"
+    assert first == (
+        "[rank0]: RuntimeError: balance: rank 1 ended with an error in global batch 3: ValueError: label 7 is out of "
+        "range; see its output"
+    )
