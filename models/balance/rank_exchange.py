@@ -50,8 +50,8 @@ class RankExchange(Exchange):
         # gloo hands each message to a thread, which costs milliseconds where a rank has one core.
         self._group = dist.new_group(ranks, backend="gangline", use_local_synchronization=ranks is not None)
         self._store, self._key = dist.distributed_c10d._get_default_store(), f"gangline/ended/{self._group.group_name}"
-        self.tell_cause = partial(_store_cause, self._store, f"{self._key}/{self.rank}")
-        """Store why this rank ends, for `causes` of the other ranks. Not collective; it does not hold the group."""
+        self.tell_cause = partial(_store_cause, weakref.ref(self._store), f"{self._key}/{self.rank}")
+        """Store why this rank ends, for `causes` of the other ranks. Not collective; it holds no group and no store."""
         self._works: list[dist.Work] = []  # of the last message, if nothing has waited for it
         self.close = weakref.finalize(self, _destroy, self._group, self._works)
         """Destroy the process group; also called when this object is collected, and at the end of the process."""
@@ -136,9 +136,10 @@ class RankExchange(Exchange):
         return torch.from_numpy(rows)
 
 
-def _store_cause(store: Store, key: str, cause: str) -> None:
-    with suppress(RuntimeError):  # the store has ended
-        store.set(key, cause)
+def _store_cause(store: weakref.ref[Store], key: str, cause: str) -> None:
+    if (present := store()) is not None:
+        with suppress(RuntimeError):  # its server has ended
+            present.set(key, cause)
 
 
 def _destroy(group: dist.ProcessGroup, works: list[dist.Work]) -> None:

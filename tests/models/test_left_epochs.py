@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gangline.launcher.job import free_ports
 from tests.programs import python, torchrun
 
 SCRIPT = """
@@ -86,3 +87,27 @@ def test_the_other_ranks_name_the_error_that_ended_a_loop(way: str, tmp_path: Pa
         "[rank0]: RuntimeError: balance: rank 1 ended with an error in global batch 3: ValueError: label 7 is out of "
         "range; see its output"
     )
+
+
+STORED = """
+import sys
+import weakref
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+import gangline
+
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=0, world_size=1)
+store = weakref.ref(dist.distributed_c10d._get_default_store())
+for _ in gangline.balance(DistributedDataParallel(nn.Linear(1, 1)), DataLoader(torch.ones(8, 1))):
+    break
+dist.destroy_process_group()
+assert store() is None  # else the next group on this port would read its keys
+"""
+
+
+def test_a_loop_that_was_left_does_not_hold_the_store_of_the_group(tmp_path: Path) -> None:
+    (tmp_path / "stored.py").write_text(STORED)
+    python(tmp_path / "stored.py", *free_ports(1), code=0)
