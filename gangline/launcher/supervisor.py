@@ -54,6 +54,8 @@ _HOST_DELAY = 5.0
 """Seconds for supervisors on other hosts to report and end, after they killed their processes."""
 _LEFT_SECONDS = 2.0
 """Seconds for a worker that has left the job to end, if another worker fails meanwhile."""
+_PIPE_TO_END_SECONDS = 1.0
+"""Seconds from the end of the scheduler's pipe to that of its process, which is killed or exits at that time."""
 _STOP = "stop"
 _WORKERS_ENDED = "workers ended"
 _FAILED = "failed"
@@ -341,6 +343,16 @@ class Supervisor:
                 self._from_scheduler = self._to_scheduler = None
             for line in lines:
                 self._handle_line(line)
+            if not data:
+                self._end_scheduler()
+
+    def _end_scheduler(self) -> None:
+        """Handle the end of the scheduler, whose pipe has ended, before that of processes whose restart needs it."""
+        for child in [one for one in self._children.values() if one.process.role == "scheduler"]:
+            with suppress(subprocess.TimeoutExpired):  # it has closed the pipe, and runs on
+                code = child.popen.wait(_PIPE_TO_END_SECONDS)
+                del self._children[child.popen.pid]
+                self._ended(child, code)
 
     def _handle_line(self, line: bytes) -> None:
         mark, text = line[:1], line[1:].decode()
