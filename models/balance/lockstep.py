@@ -449,7 +449,7 @@ class Lockstep:
 
 
 def _tell_error(tell: Callable[[str], None], rank: int, share: int, caps: list[int], error: BaseException) -> None:
-    """Tell the cause; after an out-of-memory error in a batch with this share also caps that may prevent it."""
+    """Send the cause; after an out-of-memory error in a batch with this share, also caps that may prevent it."""
     cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     lacks_memory = isinstance(error, _OUT_OF_MEMORY) or "can't allocate memory" in str(error)  # on the host
     if share and lacks_memory:
